@@ -1,0 +1,25 @@
+"""The seam between the scheduler and whatever computes: native code, the reference, a GPU, ranks of a group."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from engine.runtime.batch import StepInputs, StepOutputs
+
+Ticket = Any  # opaque to the caller; collected in the order of submission
+
+
+class Executor(Protocol):
+    """`depth` steps may be submitted before the first is collected (reference and native 1, CUDA 2).
+
+    `submit` raises CavectlError for inputs it refuses and any other exception for a step that failed; after either, the KV cache
+    holds what it held before for every page not in the step's rows, so the caller may try again without a suspect row.
+    """
+
+    depth: int
+
+    def submit(self, inputs: StepInputs) -> Ticket: ...
+
+    def collect(self, ticket: Ticket) -> StepOutputs: ...
+
+    def close(self) -> None: ...
