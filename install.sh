@@ -1,0 +1,138 @@
+#!/usr/bin/env bash
+# Installs cavectl for this user, from this folder.
+#
+#   ./install.sh                    install: environment, package, default model, launcher
+#   ./install.sh run "a question"   install what is missing, then: cavectl run "a question"
+#   ./install.sh --no-model         install without the default model
+#   ./install.sh --uninstall        remove what this script made, nothing else
+#
+# No root. Made: $XDG_DATA_HOME/cavectl (~/.local/share/cavectl) and ~/.local/bin/cavectl. Messages go to stderr.
+set -euo pipefail
+
+main() {
+  local source data venv bin receipt model=smollm2:135m want_model=1
+  source=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+  data=${CAVECTL_DATA_DIR:-${XDG_DATA_HOME:-${HOME:?HOME is not set}/.local/share}/cavectl}
+  venv=$data/venv
+  bin=${HOME:?HOME is not set}/.local/bin
+  receipt=$data/install-receipt
+
+  say() { printf '%s\n' "$*" >&2; }
+  fail() {
+    printf 'error: %s\n' "$1" >&2
+    [ -n "${2:-}" ] && printf 'hint: %s\n' "$2" >&2
+    exit "${3:-1}"
+  }
+
+  find_python() {
+    local candidate
+    for candidate in ${CAVECTL_PYTHON:-} python3.13 python3.12 python3.11 python3; do
+      if command -v "$candidate" >/dev/null 2>&1 && "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2])' 2>/dev/null; then
+        command -v "$candidate"
+        return
+      fi
+    done
+    fail "no Python 3.11 or newer was found" "install one (on Debian: apt-get install python3 python3-venv), or name it: CAVECTL_PYTHON=/path/to/python3 ./install.sh"
+  }
+
+  # What the environment was made from: sources, versions, interpreter. Equal means nothing to do.
+  fingerprint() {
+    (cd "$source" && find cavectl daemon engine pyproject.toml constraints.txt -type f ! -name '*.pyc' -print0 | LC_ALL=C sort -z | xargs -0 sha256sum && "$1" -VV) |
+      sha256sum | cut -c1-64
+  }
+
+  detect_gpu() {
+    local gpu=""
+    if command -v nvidia-smi >/dev/null 2>&1; then
+      gpu=$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null | head -n 1) || gpu=""
+    fi
+    if [ -n "$gpu" ]; then say "NVIDIA GPU: $gpu (driver left as it is)"; else say "NVIDIA GPU: none found, running on the CPU"; fi
+  }
+
+  note() { grep -qxF -- "$1" "$receipt" 2>/dev/null || printf '%s\n' "$1" >>"$receipt"; }
+
+  make_environment() { # python, fingerprint
+    local fresh=$data/venv.new
+    say "making the environment in $venv"
+    rm -rf "$fresh"
+    "$1" -m venv "$fresh" >&2 || fail "the virtual environment could not be made" "on Debian: apt-get install python3-venv"
+    say "installing cavectl and its libraries (some minutes the first time)"
+    "$fresh/bin/python" -m pip install --disable-pip-version-check --no-input -c "$source/constraints.txt" "$source" 1>&2 ||
+      fail "the libraries could not be installed" "see the lines above; a second ./install.sh goes on from what was downloaded" 7
+    stop_daemon
+    rm -rf "$venv"
+    mv "$fresh" "$venv"
+    # Scripts name their interpreter by absolute path: make the one entry point again, for the folder's final name.
+    printf '#!%s\nimport sys\nfrom cavectl.__main__ import main\nsys.exit(main())\n' "$venv/bin/python" >"$venv/bin/cavectl"
+    chmod 755 "$venv/bin/cavectl"
+    printf '%s\n' "$2" >"$venv/.fingerprint"
+  }
+
+  make_launcher() {
+    if [ -L "$bin/cavectl" ] && [ "$(readlink "$bin/cavectl")" = "$venv/bin/cavectl" ]; then return; fi
+    if [ -e "$bin/cavectl" ] || [ -L "$bin/cavectl" ]; then
+      fail "$bin/cavectl exists and was not made by this script" "move it away and run ./install.sh again; the program itself is $venv/bin/cavectl"
+    fi
+    local made=""
+    [ -d "$HOME/.local" ] || made="$HOME/.local"
+    [ -d "$bin" ] || note "dir $bin"
+    [ -n "$made" ] && note "dir $made"
+    mkdir -p "$bin"
+    ln -s "$venv/bin/cavectl" "$bin/cavectl"
+    note "launcher $bin/cavectl"
+    case ":$PATH:" in *":$bin:"*) ;; *) say "note: $bin is not in your PATH; add it, or call $bin/cavectl" ;; esac
+  }
+
+  stop_daemon() {
+    if [ -x "$venv/bin/cavectl" ]; then "$venv/bin/cavectl" daemon stop >/dev/null 2>&1 || true; fi
+  }
+
+  install_all() {
+    local python want
+    python=$(find_python)
+    want=$(fingerprint "$python")
+    if [ "$(cat "$venv/.fingerprint" 2>/dev/null)" != "$want" ]; then
+      detect_gpu
+      (umask 077 && mkdir -p "$data")
+      make_environment "$python" "$want"
+    fi
+    make_launcher
+    if [ "$want_model" = 1 ] && ! "$venv/bin/cavectl" show "$model" >/dev/null 2>&1; then
+      say "fetching the default model, $model"
+      "$venv/bin/cavectl" pull "$model" 1>&2 || exit $?
+      note "model $model"
+    fi
+  }
+
+  uninstall() {
+    local kind what
+    [ -e "$receipt" ] || [ -d "$venv" ] || { say "nothing to remove: cavectl is not installed in $data"; return; }
+    while read -r kind what; do
+      [ "$kind" = model ] && [ -x "$venv/bin/cavectl" ] && "$venv/bin/cavectl" rm "$what" >/dev/null 2>&1 || true
+    done <"$receipt"
+    stop_daemon
+    if [ -L "$bin/cavectl" ] && [ "$(readlink "$bin/cavectl")" = "$venv/bin/cavectl" ]; then rm -f "$bin/cavectl"; fi
+    rm -rf "$venv" "$data/venv.new" "$data/logs" "$data/run"
+    while read -r kind what; do
+      if [ "$kind" = dir ]; then rmdir "$what" 2>/dev/null || true; fi
+    done <"$receipt"
+    rm -f "$receipt"
+    find "$data" -mindepth 1 -type d -empty -delete 2>/dev/null || true
+    rmdir "$data" 2>/dev/null || true
+    if [ -d "$data" ]; then say "removed; kept what you added in $data"; else say "removed"; fi
+  }
+
+  [ "$(id -u)" != 0 ] || [ "${HOME}" != / ] || fail "HOME is /" "set HOME to your home folder"
+  case "$(uname -s)" in Linux | Darwin) ;; *) fail "this system is not supported" "on Windows, use WSL" ;; esac
+  case ${1:-} in
+    --uninstall) uninstall; return ;;
+    --no-model) want_model=0; shift ;;
+    -h | --help) sed -n '2,10s/^# \{0,1\}//p' "$source/install.sh"; return ;;
+    -*) fail "unknown option $1" "./install.sh --help" 2 ;;
+  esac
+  install_all
+  if [ $# -gt 0 ]; then exec "$venv/bin/cavectl" "$@"; fi
+  say "ready: cavectl run \"Why is the sky blue?\""
+}
+
+main "$@"
