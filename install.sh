@@ -7,6 +7,7 @@
 #   ./install.sh --uninstall        remove what this script made, nothing else
 #
 # No root. Made: $XDG_DATA_HOME/cavectl (~/.local/share/cavectl) and ~/.local/bin/cavectl. Messages go to stderr.
+{ # one block: a download that is cut short runs nothing
 set -euo pipefail
 
 main() {
@@ -26,7 +27,7 @@ main() {
 
   find_python() {
     local candidate
-    for candidate in ${CAVECTL_PYTHON:-} python3.13 python3.12 python3.11 python3; do
+    for candidate in ${CAVECTL_PYTHON:-} python3 python3.13 python3.12 python3.11; do
       if command -v "$candidate" >/dev/null 2>&1 && "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2])' 2>/dev/null; then
         command -v "$candidate"
         return
@@ -136,3 +137,5 @@ main() {
 }
 
 main "$@"
+exit
+}
