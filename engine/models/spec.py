@@ -79,3 +79,15 @@ class ModelSpec:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     notes: tuple[str, ...] = ()  # said in `show`: e.g. a dynamic RoPE fixed for this context
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterInfo:
+    """Where one parameter of ours comes from. Several checkpoint names are stacked on rows (dimension 0), in this order.
+
+    `shape` is of the whole parameter. An optional parameter may be absent from the checkpoint (a tied head).
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    optional: bool = False
