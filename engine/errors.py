@@ -39,7 +39,9 @@ ErrorCode = Literal[
     "too_large",
     "timeout",
     "cancelled",
+    "starting",  # the daemon answers, its routes are not ready yet
     "shutting_down",
+    "too_many_connections",
     "device_unavailable",
     "daemon_unreachable",
     "daemon_running",
