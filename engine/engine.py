@@ -1,0 +1,335 @@
+"""The step loop: requests in, tokens out. Owns stop rules, finish reasons, accounts and what happens when a step fails.
+
+The scheduler decides what a step computes and the executor computes it; several steps may be in flight (`executor.depth`), so a
+sequence may be found finished one step late: what the later step brings for it is dropped.
+A step that raises is undone and its rows are tried again in halves, so that only the rows that raise by themselves fail; when every
+row does, it is not one request's fault and the engine gives up with EngineFailure.
+Invariant (`check`, callable after every step): pages, slots and queues add up, and a sequence that ended holds nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from engine.cache.blocks import BlockAllocator
+from engine.cache.layout import CacheLayout
+from engine.errors import CavectlError, ContextLengthExceeded, ErrorInfo, InvalidRequest, OutOfMemory
+from engine.runtime.batch import RowOutput
+from engine.runtime.executor import Executor, Ticket
+from engine.scheduler.scheduler import Plan, PlannedRow, Scheduler
+from engine.scheduler.sequence import Sequence
+from engine.types import EngineRequest, EngineStats, FinishReason, SequenceOutput, SequenceUsage, StepResult, TokenOutput
+
+log = logging.getLogger(__name__)
+
+FRUITLESS_STEPS = 3  # so many steps in a row without one good row, and the engine is broken rather than its requests
+
+
+class EngineFailure(CavectlError):
+    """The engine cannot go on. `result` ends every running sequence with this error; waiting ones are the caller's to save."""
+
+    code = "engine_error"
+
+    def __init__(self, result: StepResult) -> None:
+        super().__init__("the engine failed and must be restarted", hint="try again; if it happens again, see the daemon's log")
+        self.result = result
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step on its way: the executor's ticket, or what `submit` raised."""
+
+    plan: Plan
+    ticket: Ticket = None
+    error: Exception | None = None
+
+
+class Engine:
+    def __init__(
+        self,
+        executor: Executor,
+        layout: CacheLayout,
+        pages: Seq[int],
+        *,
+        context_tokens: int,
+        max_step_tokens: int = 512,
+        max_sequences: int = 64,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`pages` has one count for each group of `layout`, the same as the executor allocated."""
+        self.executor = executor
+        self._blocks = BlockAllocator(layout, pages)
+        self._scheduler = Scheduler(self._blocks, max_step_tokens=max_step_tokens, max_sequences=max_sequences)
+        self._context_tokens = context_tokens
+        self._clock = clock
+        self._live: dict[int, list[Sequence]] = {}  # request -> its sequences that have not ended
+        self._flights: deque[_Flight] = deque()
+        self._outbox: list[SequenceOutput] = []  # ends that came between steps
+        self._ids = itertools.count()
+        self._step = 0  # last step submitted
+        self._fruitless = 0
+        self._stats = self._measure(0.0, None)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._live or self._outbox or self._flights)
+
+    @property
+    def stats(self) -> EngineStats:
+        """As of the last step."""
+        return self._stats
+
+    def add(self, request: EngineRequest, arrived: float | None = None) -> None:
+        """Queue `request`; `arrived` is when it came, by the engine's clock.
+
+        Raises InvalidRequest, ContextLengthExceeded, or OutOfMemory for a request that not even the empty cache could hold.
+        """
+        limit = self._admit(request)
+        at = self._clock() if arrived is None else arrived
+        sequences = [
+            Sequence(next(self._ids), request, choice, limit, self._blocks.table(), at, tokens=list(request.prompt))
+            for choice in range(request.n)
+        ]
+        self._live[request.id] = sequences
+        for sequence in sequences:
+            self._scheduler.add(sequence)
+
+    def refuse(self, request: EngineRequest, error: ErrorInfo) -> None:
+        """Report every choice of a request that `add` did not take as failed, with the next step."""
+        usage = SequenceUsage(
+            prompt_tokens=len(request.prompt), cached_tokens=0, output_tokens=0, queue_ms=0.0, prefill_ms=0.0, decode_ms=0.0
+        )
+        self._outbox += [
+            SequenceOutput(request=request.id, choice=choice, finish="error", error=error, usage=usage)
+            for choice in range(max(1, request.n))
+        ]
+
+    def abort(self, request: int, choice: int | None = None) -> None:
+        """End a request, or one choice of it, wherever it is; its pages are free on return. Unknown ones have ended already."""
+        for sequence in [s for s in self._live.get(request, ()) if choice is None or s.choice == choice]:
+            self._outbox.append(self._end(sequence, "abort"))
+
+    def step(self) -> StepResult | None:
+        """Run one step and say what it brought; None when there is nothing to do. Raises EngineFailure."""
+        if not self.has_work:
+            return None
+        started = self._clock()
+        outputs, self._outbox = self._outbox, []
+        plan = None
+        try:
+            self._submit()
+            if self._flights:
+                flight = self._flights.popleft()
+                plan = flight.plan
+                outputs += self._settle(flight)
+            elif self._live:
+                raise AssertionError("sequences wait and none can run")
+        except Exception as error:
+            log.exception("the step failed and no request can be blamed")
+            raise self._give_up(outputs, started) from error
+        self._stats = self._measure(self._clock() - started, plan)
+        return StepResult(outputs, self._stats)
+
+    def check(self) -> None:
+        """Raise AssertionError unless pages, slots and queues add up."""
+        self._scheduler.check()
+        known = {sequence.id for sequences in self._live.values() for sequence in sequences}
+        placed = {*self._scheduler.running, *(sequence.id for sequence in self._scheduler.waiting)}
+        assert known == placed, f"sequences known but not scheduled, or the reverse: {sorted(known ^ placed)}"
+
+    # --- admission -----------------------------------------------------------------------------------------------------------
+
+    def _admit(self, request: EngineRequest) -> int:
+        """Output tokens that `request` may have at most."""
+        prompt = len(request.prompt)
+        if request.id in self._live:
+            raise InvalidRequest(f"request {request.id} is running already")
+        if not prompt:
+            raise InvalidRequest("the prompt has no tokens")
+        if min(request.prompt) < 0:
+            raise InvalidRequest("token ids are not negative")
+        if request.max_tokens < 1 or request.n < 1:
+            raise InvalidRequest("max_tokens and n must be at least 1")
+        if prompt >= self._context_tokens:
+            raise ContextLengthExceeded(prompt_tokens=prompt, context_tokens=self._context_tokens)
+        limit = min(request.max_tokens, self._context_tokens - prompt)
+        tokens = prompt + limit - 1  # the last token drawn is never fed back
+        if shortage := self._blocks.shortage(tokens):
+            raise OutOfMemory(
+                f"{prompt} prompt tokens and {limit} to come need {shortage[0]} cache pages and there are {shortage[1]}",
+                hint="shorten the prompt, ask for fewer tokens, or give the cache more memory with --kv-memory",
+            )
+        return limit
+
+    # --- steps ---------------------------------------------------------------------------------------------------------------
+
+    def _submit(self) -> None:
+        """Keep as many steps in flight as the executor takes. After one that failed at once, the others must settle first."""
+        while len(self._flights) < self.executor.depth and not (self._flights and self._flights[-1].error):
+            plan = self._scheduler.schedule(self._step + 1, self._clock())
+            if plan is None:
+                return
+            self._step += 1
+            try:
+                self._flights.append(_Flight(plan, self.executor.submit(plan.inputs)))
+            except Exception as error:
+                self._flights.append(_Flight(plan, error=error))
+
+    def _settle(self, flight: _Flight) -> list[SequenceOutput]:
+        """Collect a step and hand out what it brought; after a failure, find whose fault it is."""
+        try:
+            if flight.error:
+                raise flight.error
+            results = self._collect(flight)
+        except Exception as error:
+            log.warning("step %d failed, trying its rows apart", flight.plan.inputs.step, exc_info=error)
+            return self._retry(flight.plan, error)
+        self._fruitless = 0
+        return self._accept(flight.plan.rows, results)
+
+    def _collect(self, flight: _Flight) -> list[RowOutput]:
+        outputs = self.executor.collect(flight.ticket)
+        if outputs.step != flight.plan.inputs.step or len(outputs.rows) != len(flight.plan.rows):
+            raise RuntimeError("the executor answered another step than the one collected")
+        return outputs.rows
+
+    def _accept(self, rows: list[PlannedRow], results: list[RowOutput]) -> list[SequenceOutput]:
+        outputs = [self._apply(row, result) for row, result in zip(rows, results, strict=True) if row.live]
+        return [output for output in outputs if output is not None]
+
+    def _apply(self, row: PlannedRow, result: RowOutput) -> SequenceOutput | None:
+        """What a row that was computed gives its sequence; None for a chunk in mid-prompt."""
+        sequence = row.sequence
+        if result.error or (row.draws and not result.tokens):
+            return self._end(sequence, "error", error=ErrorInfo("engine_error", result.error or "the model gave no token"))
+        self._scheduler.confirm(row)
+        if not row.draws:
+            return None
+        sequence.last_token = self._clock()
+        if sequence.first_token is None:
+            sequence.first_token = sequence.last_token
+        taken: list[TokenOutput] = []
+        for token in result.tokens:
+            stopped = token.id in sequence.stop_ids and sequence.output_tokens >= sequence.request.min_tokens
+            sequence.tokens.append(token.id)
+            taken.append(token)
+            if stopped:
+                return self._end(sequence, "stop", tokens=taken, stop_id=token.id)
+            if sequence.output_tokens >= sequence.limit:
+                return self._end(sequence, "length", tokens=taken)
+        return SequenceOutput(request=sequence.request.id, choice=sequence.choice, tokens=taken)
+
+    def _end(
+        self,
+        sequence: Sequence,
+        finish: FinishReason,
+        *,
+        tokens: list[TokenOutput] | None = None,
+        stop_id: int | None = None,
+        error: ErrorInfo | None = None,
+    ) -> SequenceOutput:
+        """Take `sequence` out of everything and give its last output."""
+        self._scheduler.remove(sequence)
+        siblings = self._live[sequence.request.id]
+        siblings.remove(sequence)
+        if not siblings:
+            del self._live[sequence.request.id]
+        return SequenceOutput(
+            request=sequence.request.id,
+            choice=sequence.choice,
+            tokens=tokens or [],
+            finish=finish,
+            stop_id=stop_id,
+            error=error,
+            usage=sequence.usage(self._clock()),
+        )
+
+    # --- failures ------------------------------------------------------------------------------------------------------------
+
+    def _retry(self, plan: Plan, error: Exception) -> list[SequenceOutput]:
+        """Undo `plan` and every later step, then run its rows in halves of halves until only those that raise alone are left."""
+        later = list(self._flights)
+        self._flights.clear()
+        for flight in later:
+            self._drain(flight)
+        rows = self._scheduler.rewind(plan)
+        for flight in later:
+            self._scheduler.rewind(flight.plan)
+        outputs: list[SequenceOutput] = []
+        failed: list[tuple[PlannedRow, Exception]] = []
+        pieces = _halves(rows)
+        while pieces:
+            piece = pieces.pop(0)
+            attempt = self._attempt(piece)
+            if not isinstance(attempt, Exception):
+                outputs += self._accept(piece, attempt)
+            elif len(piece) == 1:
+                failed.append((piece[0], attempt))
+            else:
+                pieces = _halves(piece) + pieces
+        self._judge(len(failed), len(rows), error)
+        outputs += [self._end(row.sequence, "error", error=_blame(cause)) for row, cause in failed]
+        return outputs
+
+    def _attempt(self, rows: list[PlannedRow]) -> list[RowOutput] | Exception:
+        """Run `rows` as a step of their own. After an exception, which is returned, it is as if they had not run."""
+        self._step += 1
+        plan = self._scheduler.dispatch(self._step, rows)
+        try:
+            return self._collect(_Flight(plan, self.executor.submit(plan.inputs)))
+        except Exception as error:
+            self._scheduler.rewind(plan)
+            return error
+
+    def _drain(self, flight: _Flight) -> None:
+        """Collect a step whose outcome no longer matters."""
+        if flight.error is None:
+            try:
+                self.executor.collect(flight.ticket)
+            except Exception:
+                log.warning("step %d failed after the one before it", flight.plan.inputs.step)
+
+    def _judge(self, failed: int, tried: int, error: Exception) -> None:
+        """Raise `error` when it cannot be any single request's fault."""
+        self._fruitless = self._fruitless + 1 if failed == tried and tried else 0
+        if failed == tried > 1 or self._fruitless >= FRUITLESS_STEPS:
+            raise error
+
+    def _give_up(self, outputs: list[SequenceOutput], started: float) -> EngineFailure:
+        info = ErrorInfo("engine_error", "the engine failed during this request", "try again")
+        outputs += [self._end(sequence, "error", error=info) for sequence in list(self._scheduler.running.values())]
+        return EngineFailure(StepResult(outputs, self._measure(self._clock() - started, None)))
+
+    def _measure(self, seconds: float, plan: Plan | None) -> EngineStats:
+        return EngineStats(
+            step=self._step,
+            step_ms=seconds * 1e3,
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting),
+            prefill_tokens=plan.prefill_tokens if plan else 0,
+            decode_tokens=plan.decode_tokens if plan else 0,
+            pages_total=self._blocks.total_pages,
+            pages_used=self._blocks.used_pages,
+            pages_cached=0,
+            pages_pinned=0,
+        )
+
+
+def _halves(rows: list[PlannedRow]) -> list[list[PlannedRow]]:
+    middle = (len(rows) + 1) // 2
+    return [piece for piece in (rows[:middle], rows[middle:]) if piece]
+
+
+def _blame(error: Exception) -> ErrorInfo:
+    """The error as its request may see it: what was meant for a person word for word, anything else without its inside."""
+    if isinstance(error, CavectlError):
+        return error.info
+    if isinstance(error, MemoryError):
+        return ErrorInfo("out_of_memory", "there was not enough memory for this request")
+    return ErrorInfo("engine_error", "the engine failed on this request")

@@ -1,0 +1,243 @@
+"""The worker process: one model, one socket to the daemon, one loop of engine steps.
+
+    socket -> reader thread (only queues) -> [commands] -> step loop -> one StepResult frame per step -> socket
+
+Commands take effect between steps. The loop sleeps while the engine has nothing to do. Writing blocks: a slow daemon slows the
+steps and loses no frame. The worker ends when the socket closes, on Shutdown, on SIGTERM or with its parent, and then finishes
+nothing. Invariant: what goes wrong reaches the daemon as one `Failed` frame with a typed error; a traceback goes to the log only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import queue
+import select
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from engine import platform
+from engine.engine import Engine, EngineFailure
+from engine.errors import CavectlError, ErrorInfo
+from engine.frames import MalformedFrame, encode_frame, read_frame
+from engine.types import (
+    AbortRequest,
+    AddRequest,
+    Command,
+    Event,
+    Failed,
+    Loaded,
+    LoadedInfo,
+    LoadModel,
+    LoadProgress,
+    Shutdown,
+    WorkerConfig,
+)
+
+log = logging.getLogger(__name__)
+
+PARENT_POLL_MS = 2000
+
+Progress = Callable[[str, float], None]
+Build = Callable[[WorkerConfig, Progress], tuple[Engine, LoadedInfo]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """Last in the queue: nothing follows. `status` is the exit status."""
+
+    status: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    command: Command
+    at: float  # monotonic seconds
+
+
+class _DaemonGone(Exception):
+    """The socket cannot be written: there is nobody to work for."""
+
+
+def serve(fd: int, build: Build, on_end: Callable[[int], object] | None = None) -> int:
+    """Serve one model over the socket `fd` and return the exit status.
+
+    `build(config, progress)` loads it. `on_end(status)` is called from the reader thread the moment the daemon's side ends,
+    whatever the loop is at; without it the loop ends after the step it is in.
+    """
+    with socket.socket(fileno=fd) as stream:
+        stream.setblocking(True)
+        stream.set_inheritable(False)
+        return _Worker(stream, build, on_end).run()
+
+
+class _Worker:
+    def __init__(self, stream: socket.socket, build: Build, on_end: Callable[[int], object] | None) -> None:
+        self._stream = stream
+        self._build = build
+        self._on_end = on_end
+        self._inbox: queue.SimpleQueue[_Arrival | _Ended] = queue.SimpleQueue()
+        self._parent_pid = 0
+        self._leaving = False  # this side ends first
+
+    def run(self) -> int:
+        reader = threading.Thread(target=self._read, name="reader", daemon=True)
+        reader.start()
+        try:
+            engine = self._load()
+            return engine if isinstance(engine, int) else self._loop(engine)
+        except _DaemonGone:
+            return 0
+        finally:
+            self._leaving = True
+            _shut(self._stream)  # wakes the reader
+            reader.join()
+
+    # --- the reader thread ---------------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        """Queue commands until the stream ends; then wake a loop that sleeps in the queue or in a write."""
+        status = 1
+        try:
+            self._read_commands()
+            status = 0
+        except MalformedFrame as error:
+            log.error("the daemon sent a malformed frame, ending: %s", error)
+        except OSError as error:
+            log.error("the socket failed, ending: %s", error)
+        finally:
+            self._inbox.put(_Ended(status))
+            _shut(self._stream)
+            if self._on_end and not self._leaving:
+                self._on_end(status)
+
+    def _read_commands(self) -> None:
+        decoder = msgspec.msgpack.Decoder(Command)
+        while self._wait_readable():
+            command = read_frame(self._stream, decoder)
+            if command is None or isinstance(command, Shutdown):
+                return
+            self._inbox.put(_Arrival(command, time.monotonic()))
+
+    def _wait_readable(self) -> bool:
+        """Block until there is something to read. False when the parent is gone, whoever else may hold the other end."""
+        poll = select.poll()
+        poll.register(self._stream, select.POLLIN)
+        while not poll.poll(PARENT_POLL_MS):
+            if platform.parent_gone(self._parent_pid):
+                log.info("the daemon is gone, ending")
+                return False
+        return True
+
+    # --- loading -------------------------------------------------------------------------------------------------------------
+
+    def _load(self) -> Engine | int:
+        """The engine that the first frame asks for, or the exit status when there is none."""
+        first = self._inbox.get()
+        if isinstance(first, _Ended):
+            return first.status
+        if not isinstance(first.command, LoadModel):
+            log.error("the first frame was not a load, ending")
+            return 1
+        config = first.command.config
+        self._parent_pid = config.parent_pid
+        platform.end_with_parent(config.parent_pid)
+        try:
+            engine, info = self._build(config, self._progress)
+        except _DaemonGone:
+            raise
+        except Exception as error:
+            self._send(Failed(_load_error(error)))
+            return 1
+        self._send(Loaded(info))
+        return engine
+
+    def _progress(self, stage: str, fraction: float) -> None:
+        self._send(LoadProgress(stage, fraction))
+
+    # --- the loop ------------------------------------------------------------------------------------------------------------
+
+    def _loop(self, engine: Engine) -> int:
+        while True:
+            status = self._obey(engine)
+            if status is not None:
+                return status
+            try:
+                result = engine.step()
+            except EngineFailure as failure:
+                self._send(failure.result)
+                self._send(Failed(failure.info))
+                return 1
+            if result is not None:
+                self._send(result)
+
+    def _obey(self, engine: Engine) -> int | None:
+        """Carry out what has come, waiting for something when the engine is idle. The exit status when it is the end."""
+        while True:
+            try:
+                arrival = self._inbox.get(block=not engine.has_work)
+            except queue.Empty:
+                return None
+            if isinstance(arrival, _Ended):
+                return arrival.status
+            match arrival.command:
+                case AddRequest(request):
+                    try:
+                        engine.add(request, arrival.at)
+                    except CavectlError as error:
+                        engine.refuse(request, error.info)
+                case AbortRequest(request, choice):
+                    engine.abort(request, choice)
+                case other:
+                    log.error("unexpected %s, ending", type(other).__name__)
+                    return 1
+
+    def _send(self, event: Event) -> None:
+        try:
+            self._stream.sendall(encode_frame(event))
+        except OSError as error:
+            raise _DaemonGone from error
+
+
+def _shut(stream: socket.socket) -> None:
+    try:
+        stream.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        log.debug("the socket was closed already")
+
+
+def _load_error(error: Exception) -> ErrorInfo:
+    """What the daemon may pass on. Anything not meant for a person is logged here and only named there."""
+    if isinstance(error, CavectlError):
+        log.error("the model cannot be loaded: %s", error.message)
+        return error.info
+    log.error("loading failed", exc_info=error)
+    if isinstance(error, MemoryError):
+        return ErrorInfo("out_of_memory", "there was not enough memory to load the model")
+    return ErrorInfo("internal_error", "the model could not be loaded", "the daemon's log has the details")
+
+
+def _build_model(config: WorkerConfig, progress: Progress) -> tuple[Engine, LoadedInfo]:
+    from engine.runtime.load import build_engine  # seconds of imports: not before the daemon can be told of their failure
+
+    return build_engine(config, progress)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m engine.worker", description="Serve one model over an inherited socket.")
+    parser.add_argument("--fd", type=int, required=True, help="file descriptor of a connected stream socket")
+    arguments = parser.parse_args(argv)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="worker %(process)d %(levelname)s %(message)s")
+    platform.own_signals()
+    return serve(arguments.fd, _build_model, on_end=os._exit)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
