@@ -1,0 +1,198 @@
+"""The executor over torch: steps as data in, tokens out, through the one decoder and a backend's Ops.
+
+Owned here: the KV planes, the open sampling slots, and the checks that keep a malformed step from touching either. Not here: which
+pages belong to whom (engine/cache), what to run (engine/scheduler). A step is computed inside `submit`; `collect` hands it over.
+Invariant: an open slot's output grows only when the whole step has succeeded, so a failed step can be submitted again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from engine.cache.layout import CacheLayout, KvDtype, cache_layout
+from engine.errors import InvalidRequest
+from engine.kernels.ops import AttentionRow, LayerCache, Ops, layer_cache
+from engine.kernels.reference import ReferenceOps
+from engine.models.decoder import Decoder, DeviceBatch, GroupBatch, KvCache
+from engine.models.spec import ModelSpec
+from engine.runtime.batch import FROM_PREVIOUS, NO_PAGE, PAGE_TOKENS, Row, RowOutput, StepInputs, StepOutputs
+from engine.runtime.sampler import SamplingState, sample
+from engine.types import TokenOutput
+
+ComputeDtype = Literal["float64", "float32", "bfloat16", "float16"]
+
+NOT_FINITE = "the model computed NaN or infinite logits"
+NOTHING_ALLOWED = "the grammar and the logit biases leave no token to choose"
+
+
+class TorchExecutor:
+    """Implements engine.runtime.executor.Executor.
+
+    `weights` are by our names, in `dtype`, on `device`; `pages` is the number of pages of each group of `layout`.
+    """
+
+    depth = 1
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Mapping[str, Tensor],
+        layout: CacheLayout,
+        pages: Sequence[int],
+        *,
+        dtype: ComputeDtype = "float32",
+        kv_dtype: KvDtype = "float32",
+        device: str = "cpu",
+        max_slots: int = 64,
+        ops: Ops | None = None,
+    ) -> None:
+        assert layout == cache_layout(spec, kv_dtype), "the cache layout is not this model's in this kv_dtype"
+        assert weights["embed"].dtype == getattr(torch, dtype), "the weights are not in the dtype asked for"
+        self._spec, self._layout, self._pages = spec, layout, tuple(pages)
+        self._device, self._max_slots = torch.device(device), max_slots
+        self._ops: Ops = ops or ReferenceOps(self._device)
+        self._decoder = Decoder(spec, weights, self._ops)
+        self._planes = tuple(
+            {(p.layer, p.name): self._ops.allocate_plane(n, p) for p in group.planes}
+            for group, n in zip(layout.groups, self._pages, strict=True)
+        )
+        self._cache = self._kv_cache()
+        self._slots: dict[int, SamplingState] = {}
+
+    def submit(self, inputs: StepInputs) -> StepOutputs:
+        """Runs the step. Raises InvalidRequest for inputs that break the contract, before anything is changed."""
+        slots = self._slots_after(inputs)
+        for row in inputs.rows:
+            self._check(row, slots)
+        self._check_copies(inputs.copies)
+        with torch.inference_mode():
+            self._copy(inputs.copies)
+            rows = self._run(inputs.rows, slots) if inputs.rows else []
+        self._slots = slots
+        for row, output in zip(inputs.rows, rows, strict=True):
+            for token in output.tokens:
+                slots[row.sampling].append(token.id)
+        return StepOutputs(step=inputs.step, rows=rows)
+
+    def collect(self, ticket: StepOutputs) -> StepOutputs:
+        return ticket
+
+    def close(self) -> None:
+        self._planes, self._slots, self._cache = (), {}, KvCache((), ())
+
+    def _run(self, rows: Sequence[Row], slots: Mapping[int, SamplingState]) -> list[RowOutput]:
+        logits = self._decoder.forward(self._batch(rows, slots), self._cache)
+        finite = iter(self._ops.finite(logits).tolist())
+        by_row = iter(logits)
+        return [_draw(row, next(by_row), next(finite), slots[row.sampling]) if row.sampling >= 0 else RowOutput() for row in rows]
+
+    def _batch(self, rows: Sequence[Row], slots: Mapping[int, SamplingState]) -> DeviceBatch:
+        tokens = [slots[r.sampling].tokens[-1:] if r.tokens == [FROM_PREVIOUS] else r.tokens for r in rows]
+        ends, total = [], 0
+        for row in rows:
+            total += len(row.tokens)
+            ends.append(total)
+        adapters = [[r.adapter] * len(r.tokens) for r in rows]
+        return DeviceBatch(
+            tokens=self._ids(chain.from_iterable(tokens)),
+            positions=self._ids(chain.from_iterable(map(_positions, rows))),
+            sampled=self._ids(end - 1 for row, end in zip(rows, ends, strict=True) if row.sampling >= 0),
+            groups=tuple(self._group_batch(rows, ends, group) for group in range(len(self._layout.groups))),
+            adapters=self._ids(chain.from_iterable(adapters)) if any(r.adapter for r in rows) else None,
+        )
+
+    def _group_batch(self, rows: Sequence[Row], ends: Sequence[int], group: int) -> GroupBatch:
+        attention, slots = [], []
+        for row, end in zip(rows, ends, strict=True):
+            pages, count = row.pages[group], len(row.tokens)
+            attention.append(AttentionRow(end - count, count, row.position, pages, row.tree))
+            written = range(row.position, row.position + count)
+            slots.extend(pages[t // PAGE_TOKENS] * PAGE_TOKENS + t % PAGE_TOKENS for t in written)
+        plan = self._ops.plan_attention(attention, self._layout.groups[group].window_tokens)
+        return GroupBatch(self._ids(slots), plan)
+
+    def _ids(self, values: Iterable[int]) -> Tensor:
+        return torch.tensor(list(values), dtype=torch.int64, device=self._device)
+
+    def _slots_after(self, inputs: StepInputs) -> dict[int, SamplingState]:
+        """The open slots that the step works with: a slot closed and opened in one step is the new one."""
+        slots = {slot: state for slot, state in self._slots.items() if slot not in inputs.closed}
+        for opened in inputs.opened:
+            if not 0 <= opened.slot < self._max_slots:
+                raise InvalidRequest(f"sampling slot {opened.slot} is outside 0..{self._max_slots - 1}")
+            slots[opened.slot] = SamplingState(opened, self._spec.vocab_size)
+        return slots
+
+    def _check(self, row: Row, slots: Mapping[int, SamplingState]) -> None:
+        vocab, count = self._spec.vocab_size, len(row.tokens)
+        if row.sampling >= 0 and row.sampling not in slots:
+            raise InvalidRequest(f"sampling slot {row.sampling} is not open")
+        if row.tokens == [FROM_PREVIOUS]:
+            if row.sampling < 0 or not slots[row.sampling].output_tokens:
+                raise InvalidRequest("a row continues from a token that was never sampled")
+        elif not count or not all(0 <= t < vocab for t in row.tokens):
+            raise InvalidRequest(f"a row has no tokens, or one outside the vocabulary of {vocab}")
+        if row.adapter:
+            raise InvalidRequest("adapters are not supported here", code="unsupported")
+        if row.mask is not None and len(row.mask) != (vocab + 7) // 8:
+            raise InvalidRequest(f"a mask must have {(vocab + 7) // 8} bytes, not {len(row.mask)}")
+        if row.tree is not None and (len(row.tree) >= count or any(not -1 <= p < i for i, p in enumerate(row.tree))):
+            raise InvalidRequest("a draft tree must follow a plain token, parents before children")
+        self._check_pages(row)
+
+    def _check_pages(self, row: Row) -> None:
+        end = row.position + len(row.tokens)
+        if row.position < 0 or len(row.pages) != len(self._layout.groups):
+            raise InvalidRequest("a row has a negative position, or not one page list for each cache group")
+        for group, pages, total in zip(self._layout.groups, row.pages, self._pages, strict=True):
+            first = 0 if group.window_tokens is None else max(0, row.position - group.window_tokens + 1)
+            needed = pages[first // PAGE_TOKENS : -(-end // PAGE_TOKENS)]
+            if len(pages) * PAGE_TOKENS < end or not all(0 <= p < total for p in needed):
+                raise InvalidRequest(f"a row's pages do not hold its positions up to {end - 1}")
+            if any(p != NO_PAGE and not 0 <= p < total for p in pages):
+                raise InvalidRequest(f"a page is outside the pool of {total}")
+
+    def _check_copies(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        for group, source, target in copies:
+            if not (0 <= group < len(self._pages) and 0 <= source < self._pages[group] and 0 <= target < self._pages[group]):
+                raise InvalidRequest("a page copy is outside the pool")
+
+    def _copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        for group, planes in enumerate(self._planes):
+            pairs = [(source, target) for g, source, target in copies if g == group]
+            if pairs:
+                sources, targets = self._ids(s for s, _ in pairs), self._ids(t for _, t in pairs)
+                for plane in planes.values():
+                    self._ops.copy_pages(plane, sources, targets)
+
+    def _kv_cache(self) -> KvCache:
+        layers: dict[int, LayerCache] = {}
+        group_of: dict[int, int] = {}
+        for index, (group, planes) in enumerate(zip(self._layout.groups, self._planes, strict=True)):
+            for layer in group.layers:
+                layers[layer] = layer_cache({name: plane for (of, name), plane in planes.items() if of == layer})
+                group_of[layer] = index
+        order = range(len(self._spec.layers))
+        return KvCache(tuple(layers[i] for i in order), tuple(group_of[i] for i in order))
+
+
+def _draw(row: Row, logits: Tensor, finite: bool, state: SamplingState) -> RowOutput:
+    if not finite:
+        return RowOutput(error=NOT_FINITE)
+    token: TokenOutput | None = sample(logits, state, row.mask)
+    return RowOutput(error=NOTHING_ALLOWED) if token is None else RowOutput([token])
+
+
+def _positions(row: Row) -> list[int]:
+    """Logical positions: a draft stands its depth behind the last plain token."""
+    tree = row.tree or []
+    plain = len(row.tokens) - len(tree)
+    positions = list(range(row.position, row.position + plain))
+    for parent in tree:
+        positions.append(positions[plain + parent if parent >= 0 else plain - 1] + 1)
+    return positions
