@@ -1,3 +1,7 @@
-"""The command line of cavectl: talks to the local daemon, starts it when none runs."""
+"""The command line of cavectl.
+
+Owns what a person types and sees; models, the store and generation belong to the daemon, reached over HTTP.
+Importing this package costs nothing: commands import what they need when they run.
+"""
 
 __version__ = "0.1.0"

@@ -1,0 +1,205 @@
+"""serve, daemon start, stop, status, logs: the background process as a process. What it does is daemon/'s business."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cavectl import launch
+from cavectl.environment import Environment
+from cavectl.output import Console, duration
+from engine.errors import CavectlError, InvalidRequest
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+_POLL_S = 0.05
+_FOLLOW_POLL_S = 0.2
+
+
+def serve(
+    context: typer.Context,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on; beyond loopback only with an API key.")] = "",
+    port: Annotated[str, typer.Option(metavar="PORT", help="TCP port; 0: any free one, off: none.", show_default=False)] = "",
+    socket: Annotated[str, typer.Option(metavar="PATH", help="Path of the Unix socket.", show_default=False)] = "",
+) -> None:
+    """Run the daemon here, until Ctrl-C."""
+    flags: list[str] = []
+    for name, value in (("--host", host), ("--port", port), ("--socket", str(Path(socket).absolute()) if socket else "")):
+        if value:
+            flags += [name, value]
+    command = launch.daemon_command(*flags)
+    _local(context.obj)
+    os.chdir(launch.PACKAGE_ROOT)  # see launch: what `-m daemon` imports must not depend on where the person stands
+    os.execv(command[0], command)  # noqa: S606
+
+
+def start(context: typer.Context) -> None:
+    """Start the daemon in the background."""
+    environment = _local(context.obj)
+    settings = environment.settings
+    started = launch.ensure_daemon(environment.client, settings, environment.console, settings.startup_timeout_s)
+    environment.console.note("started" if started else "it runs already")
+
+
+def stop(
+    context: typer.Context,
+    now: Annotated[bool, typer.Option("--now", help="Do not wait for the requests in flight.")] = False,
+) -> None:
+    """Stop the daemon, after the requests in flight."""
+    environment = _local(context.obj)
+    pid = _pid(environment)
+    if pid is None:
+        environment.console.note("no daemon runs")
+        return
+    os.kill(pid, signal.SIGTERM)
+    if now:
+        time.sleep(_POLL_S)
+        _signal_again(pid)
+    _wait_gone(environment, pid)
+    environment.console.note("stopped")
+
+
+def status(context: typer.Context, json: Json = False) -> int:
+    """Say whether the daemon runs, and where. Exit code 4 when it does not."""
+    environment: Environment = context.obj
+    facts = _facts(environment)
+    if json:
+        environment.console.document(facts)
+    else:
+        _print_status(environment.console, facts)
+    return 0 if facts["running"] else 4
+
+
+def logs(
+    context: typer.Context,
+    lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="How many of the last lines.")] = 50,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on with new lines as they come.")] = False,
+) -> None:
+    """Show the daemon's log."""
+    environment = _local(context.obj)
+    path = launch.log_path(environment.settings)
+    if not path.exists() and not follow:
+        environment.console.note("there is no log yet")
+        return
+    seen = path.stat().st_size if path.exists() else 0
+    for line in launch.tail(path, lines) if lines else ():
+        environment.console.line(line)
+    if follow:
+        _follow(path, seen, environment.console)
+
+
+def _local(environment: Environment) -> Environment:
+    if environment.url:
+        raise InvalidRequest("this command is about the local daemon, and --url names another", hint="leave --url out")
+    return environment
+
+
+def _record(environment: Environment) -> dict[str, Any]:
+    """What the daemon wrote about itself when it took its lock."""
+    import msgspec
+
+    try:
+        record = msgspec.json.decode(environment.settings.daemon_file.read_bytes())
+    except (OSError, msgspec.DecodeError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _pid(environment: Environment) -> int | None:
+    """The process id of the daemon that answers; its record is only trusted while one does."""
+    if not launch.answers(environment.client):
+        return None
+    pid = _record(environment).get("pid")
+    if not isinstance(pid, int) or pid <= 1:
+        raise CavectlError("a daemon answers, but left no record of its process", hint="stop it where it was started")
+    return pid
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return not _zombie(pid)
+
+
+def _zombie(pid: int) -> bool:
+    """A process that has ended and only waits for its parent to notice (Linux; elsewhere False)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return False
+
+
+def _signal_again(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGTERM)
+    except ProcessLookupError:
+        return
+
+
+def _wait_gone(environment: Environment, pid: int) -> None:
+    limit_s = environment.settings.drain_timeout_s + 10.0
+    deadline = time.monotonic() + limit_s
+    while _alive(pid):
+        if time.monotonic() > deadline:
+            message = f"the daemon (process {pid}) still runs after {limit_s:g} s"
+            raise CavectlError(message, hint="cavectl daemon stop --now", code="timeout")
+        time.sleep(_POLL_S)
+
+
+def _facts(environment: Environment) -> dict[str, Any]:
+    if not launch.answers(environment.client):
+        return {"running": False, "socket": str(environment.settings.socket)}
+    client = environment.client
+    record = {} if environment.url else _record(environment)
+    version = client.get("/api/version").get("cavectl")
+    return {"running": True, **record, "version": version, "models": [m["name"] for m in client.get("/api/ps")["models"]]}
+
+
+def _print_status(console: Console, facts: dict[str, Any]) -> None:
+    if not facts["running"]:
+        console.line("not running")
+        return
+    console.line("running")
+    if facts.get("port"):
+        facts["address"] = f"http://{facts.get('host')}:{facts['port']}"
+    if isinstance(facts.get("started_at"), int | float):
+        facts["uptime"] = duration(time.time() - facts["started_at"])
+    facts["in memory"] = ", ".join(facts["models"]) or "no model"
+    for name in ("version", "pid", "socket", "address", "uptime", "in memory"):
+        if facts.get(name):
+            console.line(f"  {name:<10}{facts[name]}")
+
+
+def _follow(path: Path, seen: int, console: Console) -> None:
+    """Print what is appended, until Ctrl-C. A file that got shorter, or was replaced, is read from its start."""
+    identity = 0
+    while True:
+        try:
+            facts = path.stat()
+        except FileNotFoundError:
+            facts = None
+        if facts is not None:
+            if facts.st_size < seen or (identity and facts.st_ino != identity):
+                seen = 0
+            identity = facts.st_ino
+            seen += _print_from(path, seen, console)
+        time.sleep(_FOLLOW_POLL_S)
+
+
+def _print_from(path: Path, start: int, console: Console) -> int:
+    """Print whole lines from a byte position on; gives how many bytes that were."""
+    with path.open("rb") as file:
+        file.seek(start)
+        data = file.read()
+    whole = data[: data.rfind(b"\n") + 1]
+    for line in whole.decode("utf-8", "replace").splitlines():
+        console.line(line)
+    return len(whole)

@@ -1,0 +1,96 @@
+"""pull and import: models come into the store.
+
+The daemon does the work; here its events are shown, and Ctrl-C leaves what a later call resumes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from cavectl.client import Client
+from cavectl.environment import Environment
+from cavectl.names import remember
+from cavectl.progress import follow, progress_view
+from engine.errors import CavectlError
+
+Events = Annotated[bool, typer.Option("--json", help="Print the events as JSON, one a line.")]
+
+
+def pull(
+    context: typer.Context,
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="smollm2:135m, hf.co/OWNER/REPO[:FILE-OR-QUANT].", show_default=False)
+    ],
+    json: Events = False,
+) -> None:
+    """Fetch a model. What an earlier call had fetched is not fetched again."""
+    environment: Environment = context.obj
+    fetch(environment, environment.daemon, model, json=json)
+
+
+def fetch(environment: Environment, client: Client, model: str, *, json: bool = False) -> None:
+    """Pull a model, showing how far it is."""
+    try:
+        transfer(environment, client, "/api/pull", {"model": model, "stream": True}, json=json)
+    except KeyboardInterrupt:
+        environment.console.note(f"stopped; what was fetched is kept: cavectl pull {model} goes on from there")
+        raise
+
+
+def import_model(
+    context: typer.Context,
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="A .gguf file, or a folder with config.json and safetensors.", show_default=False)
+    ],
+    name: Annotated[
+        str, typer.Option("--name", metavar="NAME", help="What to call it. [default: from the path]", show_default=False)
+    ] = "",
+    mode: Annotated[
+        Literal["link", "copy", "in-place"],
+        typer.Option(help="link: share the bytes where that is possible; in-place: use the file where it is."),
+    ] = "link",
+    json: Events = False,
+) -> None:
+    """Take in a model that is already on this machine."""
+    environment: Environment = context.obj
+    take_in(environment, environment.daemon, path, name, mode, json=json)
+
+
+def take_in(environment: Environment, client: Client, path: Path, name: str = "", mode: str = "link", *, json: bool = False) -> str:
+    """Import a path; gives the name that the model got."""
+    whole = path.expanduser().absolute()
+    if not whole.exists():
+        raise CavectlError(
+            f"no file or folder {path}", hint="give the path of a .gguf file or of a model folder", code="model_not_found"
+        )
+    body = {"path": str(whole), "name": name, "mode": mode, "stream": True}
+    last = transfer(environment, client, "/api/import", body, json=json)
+    return str(last.get("model") or last.get("name") or name)
+
+
+def transfer(environment: Environment, client: Client, route: str, body: dict[str, Any], *, json: bool) -> dict[str, Any]:
+    """Follow one transfer to its success; gives the last event."""
+    with client.stream(route, body) as events:
+        if json:
+            last = _print_events(environment, events)
+        else:
+            with progress_view(environment.console) as view:
+                last = follow(events, view)
+    if last.get("status") != "success":
+        raise CavectlError("the transfer ended before it was complete", hint="run the same command again", code="network_error")
+    if not environment.url:
+        remember(environment.settings.data_dir, [m["name"] for m in client.get("/api/tags")["models"]])
+    return last
+
+
+def _print_events(environment: Environment, events: Any) -> dict[str, Any]:
+    import msgspec
+
+    last: dict[str, Any] = {}
+    for event in events:
+        environment.console.line(msgspec.json.encode(event).decode())
+        last = event
+    return last

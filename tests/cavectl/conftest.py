@@ -1,0 +1,68 @@
+"""A home of its own for every test of the command line, a fake daemon in it, and ways to run `python -m cavectl` there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cavectl.fake_daemon import FakeDaemon
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass
+class Home:
+    """One user's world: no setting, file or socket of the real one is reachable from it."""
+
+    path: Path
+    environ: dict[str, str]
+
+    @property
+    def socket(self) -> Path:
+        return Path(self.environ["CAVECTL_SOCKET"])
+
+    @property
+    def data_dir(self) -> Path:
+        return Path(self.environ["CAVECTL_DATA_DIR"])
+
+    def popen(self, *arguments: str, **more: Any) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-m", "cavectl", *arguments], env=self.environ, cwd=ROOT, **more)
+
+    def run(
+        self, *arguments: str, stdin: bytes | None = None, timeout_s: float = 60, **environ: str
+    ) -> subprocess.CompletedProcess[bytes]:
+        """Run a command with its streams captured; without `stdin` there is nothing to read there."""
+        given: dict[str, Any] = {"stdin": subprocess.DEVNULL} if stdin is None else {"input": stdin}
+        command = [sys.executable, "-m", "cavectl", *arguments]
+        return subprocess.run(
+            command, env=self.environ | environ, cwd=ROOT, capture_output=True, timeout=timeout_s, check=False, **given
+        )
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
+    folders = {
+        name: tmp_path / name.lower() for name in ("HOME", "XDG_DATA_HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR")
+    }
+    for folder in folders.values():
+        folder.mkdir(mode=0o700)
+    kept = {k: v for k, v in os.environ.items() if k in ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "TMPDIR")}
+    ours = {"CAVECTL_DATA_DIR": tmp_path / "data", "CAVECTL_RUNTIME_DIR": tmp_path / "run", "CAVECTL_SOCKET": tmp_path / "s"}
+    (tmp_path / "data").mkdir()
+    (tmp_path / "run").mkdir(mode=0o700)
+    environ = (
+        kept | {k: str(v) for k, v in (folders | ours).items()} | {"CAVECTL_PORT": "0", "TERM": "xterm", "PYTHONWARNINGS": "error"}
+    )
+    return Home(tmp_path, environ)
+
+
+@pytest.fixture
+def fake(home: Home) -> Iterator[FakeDaemon]:
+    yield from FakeDaemon().listen(home.socket)
