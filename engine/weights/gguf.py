@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, overload
+from typing import Literal, TypeVar, overload
 
 from engine.errors import CorruptFile, UnsupportedModel
 from engine.quant.gguf_types import TYPE_BY_ID, GgufType
@@ -27,6 +27,8 @@ MAX_DIMENSIONS = 4
 MAX_ELEMENTS = 1 << 48
 MAX_ALIGNMENT = 1 << 20
 DEFAULT_ALIGNMENT = 32
+
+ScalarT = TypeVar("ScalarT", str, int, float, bool)
 
 _MAGIC = b"GGUF"
 _FIXED_BYTES = 24  # magic, version, two counts
@@ -90,11 +92,25 @@ class GgufFile:
             raise self.corrupt(f"{key} is not an array of {item}")
         return HeaderCursor(self._header, found.offset, self.corrupt).items(found, key)
 
+    def scalar(self, key: str, kind: type[ScalarT]) -> ScalarT | None:
+        """The value under `key`, None when absent; a value of any other type is CorruptFile."""
+        found = self.metadata.get(key)
+        if found is None:
+            return None
+        if not isinstance(found, kind) or isinstance(found, bool) != (kind is bool):
+            raise self.corrupt(f"{key} is not of type {kind.__name__}")
+        return found
+
     def raw(self, name: str) -> memoryview:
         """The bytes of a tensor, mapped."""
         tensor = self.tensors[name]
         start = self.data_start + tensor.offset
         return memoryview(self._file.data())[start : start + tensor.bytes]
+
+    def read(self, name: str) -> bytes:
+        """The bytes of a small tensor, without mapping the data section."""
+        tensor = self.tensors[name]
+        return self._file.read(self.data_start + tensor.offset, tensor.bytes)
 
     def close(self) -> None:
         self._file.close()

@@ -7,7 +7,8 @@ both formats, so that one family serves both. Importing this module imports no t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -24,6 +25,14 @@ class TensorInfo:
     shape: tuple[int, ...]
     dtype: str  # "F32", "BF16", "Q4_1", ...
     bytes: int
+
+
+def main_type(tensors: Iterable[TensorInfo]) -> str:
+    """The type that holds most bytes."""
+    held: Counter[str] = Counter()
+    for tensor in tensors:
+        held[tensor.dtype] += tensor.bytes
+    return held.most_common(1)[0][0]
 
 
 class WeightSource(Protocol):
