@@ -8,7 +8,7 @@ read. Weights in pickle formats (.bin, .pt) are refused: opening one runs what i
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from engine.weights.hf_config import folder_info, read_config
 from engine.weights.json_file import read_json_object
 from engine.weights.names import case_duplicates, is_safe_name
 from engine.weights.safetensors_header import ITEM_BYTES, Placed, read_header
-from engine.weights.source import TensorInfo
+from engine.weights.source import TensorInfo, listed
 
 if TYPE_CHECKING:
     import torch
@@ -146,10 +146,3 @@ def _open(path: Path, opened: ExitStack) -> ModelFile:
     file = ModelFile(path)
     opened.callback(file.close)
     return file
-
-
-def listed(names: Iterable[str], limit: int = 20) -> str:
-    """Names for a message: the first ones, and how many more there are."""
-    names = list(names)
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(name[:80] for name in names[:limit]) + more

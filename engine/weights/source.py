@@ -35,6 +35,13 @@ def main_type(tensors: Iterable[TensorInfo]) -> str:
     return held.most_common(1)[0][0]
 
 
+def listed(names: Iterable[str], limit: int = 20) -> str:
+    """Names for a message: the first ones, and how many more there are."""
+    names = list(names)
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(name[:80] for name in names[:limit]) + more
+
+
 class WeightSource(Protocol):
     """An open checkpoint: every tensor is known to lie wholly inside its file before the first is read."""
 
