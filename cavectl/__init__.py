@@ -4,4 +4,4 @@ Owns what a person types and sees; models, the store and generation belong to th
 Importing this package costs nothing: commands import what they need when they run.
 """
 
-__version__ = "0.1.0"
+from daemon import __version__ as __version__
