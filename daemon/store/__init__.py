@@ -1,0 +1,8 @@
+"""Models on disk: names, catalog, downloads, imports. `Store` is the whole interface; the rest of the daemon imports from here
+only.
+"""
+
+from daemon.store.manifests import FileRecord, ModelRecord, PullEvent
+from daemon.store.store import Store, StoreSettings
+
+__all__ = ["FileRecord", "ModelRecord", "PullEvent", "Store", "StoreSettings"]

@@ -1,0 +1,386 @@
+"""The models on disk: putting one together, making it visible in one step, finding, listing and removing.
+
+A model is assembled in a private folder below `staging/`, its manifest last, and becomes visible by one rename of that folder, so
+it is absent or complete whatever process dies when. Leaving is one rename too; then only files that the manifest names are
+unlinked, never through links; what the store did not create goes to `kept/`. Not here: where bytes come from (pull.py,
+importer.py). Reads trust nothing: a manifest that cannot be read costs its model alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from daemon.store.files import FileLayer, Folder, open_root, storage_errors
+from daemon.store.manifests import (
+    MAX_INFO_BYTES,
+    MAX_MANIFEST_BYTES,
+    FileRecord,
+    Manifest,
+    ModelRecord,
+    decode_info,
+    decode_manifest,
+    encode_manifest,
+    manifest_digest,
+)
+from daemon.store.names import ModelName
+from daemon.store.owners import new_owner, parse_owner
+from daemon.store.paths import DAMAGED, INFO, MANIFEST, StorePaths, check_file_name, tag_prefix
+from engine.errors import CavectlError, CorruptFile
+from engine.types import ModelInfo
+
+_LOG = logging.getLogger("cavectl.store")
+_STAGING_GRACE_S = 3600  # an owner in another container looks dead from here
+_MAX_SWAPS = 16
+
+
+class Staging:
+    """A model being put together, in a private folder of this process."""
+
+    def __init__(self, layer: FileLayer, paths: StorePaths) -> None:
+        self.owner = str(new_owner())
+        self.path = paths.staging(self.owner)
+        self._layer = layer
+        self._paths = paths
+        with open_root(layer, paths.root) as root:
+            self.parent = root.descend(paths.parts(paths.staging()), create=True)
+        try:
+            self.folder = self.parent.open(self.owner, create=True)
+        except BaseException:
+            self.parent.close()
+            raise
+
+    def link(self, source: str, source_fd: int | None, name: str) -> None:
+        """`name` (may have folders) becomes another name of the file `source`."""
+        *above, last = check_file_name(name)
+        with self.folder.descend(tuple(above), create=True) as folder:
+            self._layer.link(source, last, source_fd, folder.fd)
+            folder.sync()
+
+    def create(self, name: str) -> int:
+        *above, last = check_file_name(name)
+        with self.folder.descend(tuple(above), create=True) as folder:
+            return self._layer.create(last, folder.fd)
+
+    def open(self, name: str) -> int:
+        *above, last = check_file_name(name)
+        with self.folder.descend(tuple(above)) as folder:
+            return self._layer.open_file(last, folder.fd, os.O_RDONLY)
+
+    def read(self, name: str, limit_bytes: int) -> bytes:
+        *above, last = check_file_name(name)
+        with self.folder.descend(tuple(above)) as folder:
+            return folder.read(last, limit_bytes)
+
+    def file(self, name: str) -> Path:
+        return self._paths.child(self.path, name)
+
+    def discard(self) -> None:
+        with suppress(OSError):  # committed, or collected later
+            self.parent.remove_tree(self.owner)
+
+    def close(self) -> None:
+        self.folder.close()
+        self.parent.close()
+
+    def __enter__(self) -> Staging:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.discard()
+        self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """A model folder whose manifest was read. `folder` is its path in the store."""
+
+    folder: Path
+    name: ModelName
+    manifest: Manifest
+    digest: str
+    damaged: tuple[str, ...]
+
+    @property
+    def weights(self) -> Path:
+        return self.folder / self.manifest.weights if self.manifest.weights else self.folder
+
+    def file_path(self, file: FileRecord) -> Path:
+        return Path(file.path) if file.path else self.folder / file.name
+
+
+class Registry:
+    """All model folders below one root."""
+
+    def __init__(self, layer: FileLayer, paths: StorePaths) -> None:
+        self._layer = layer
+        self._paths = paths
+
+    # --- reading
+
+    def installed(self, name: ModelName) -> Installed | None:
+        """The newest folder of this name. CorruptFile when there is one whose manifest cannot be read, and no other."""
+        found, broken = [], None
+        for folder in self._model_folders(self._paths.variants(name)):
+            if not folder.name.startswith(tag_prefix(name)):
+                continue
+            try:
+                model = self._read(folder)
+            except CavectlError as error:
+                broken = error
+                continue
+            if model.name.key == name.key:
+                found.append(model)
+        if not found and broken is not None:
+            hint = f"cavectl pull {name} repairs it; files that hash right are not fetched again"
+            raise CorruptFile(f"{name}: {broken.message}", hint=hint)
+        return max(found, key=lambda model: (model.manifest.created, model.digest), default=None)
+
+    def all(self) -> list[Installed]:
+        """Every readable model, one per name, by name. Unreadable ones are named in the log."""
+        newest: dict[tuple[str, ...], Installed] = {}
+        for folder in self._all_folders():
+            try:
+                model = self._read(folder)
+            except CavectlError as error:
+                _LOG.warning("model folder %s: %s", folder.name, error.message)
+                continue
+            other = newest.get(model.name.key)
+            if other is None or other.manifest.created < model.manifest.created:
+                newest[model.name.key] = model
+        return sorted(newest.values(), key=lambda model: model.name.display)
+
+    def info(self, model: Installed, *, vocabulary: bool) -> ModelInfo:
+        with self._open(model.folder) as folder:
+            try:
+                data = folder.read(INFO, MAX_INFO_BYTES)
+            except OSError as error:
+                raise CorruptFile(
+                    f"{model.name}: the model facts cannot be read", hint=f"cavectl verify {model.name} writes them anew"
+                ) from error
+        return decode_info(data, vocabulary=vocabulary)
+
+    def record(self, model: Installed, *, vocabulary: bool) -> ModelRecord:
+        manifest = model.manifest
+        return ModelRecord(
+            name=manifest.name,
+            digest=model.digest,
+            root=model.folder,
+            weights=model.weights,
+            files=manifest.files,
+            source=manifest.source,
+            revision=manifest.revision,
+            licence=manifest.licence,
+            modified_at=manifest.created,
+            info=self.info(model, vocabulary=vocabulary),
+            damaged=model.damaged,
+        )
+
+    def copies(self, size: int) -> Iterator[tuple[FileRecord, Path]]:
+        """Files of that size that a model owns here; the hash is what their manifest says, to be checked by the taker."""
+        for model in self.all():
+            for file in model.manifest.files:
+                if file.size == size and not file.path:
+                    yield file, model.file_path(file)
+
+    # --- writing
+
+    def stage(self) -> Staging:
+        return Staging(self._layer, self._paths)
+
+    def commit(self, staging: Staging, name: ModelName, manifest: Manifest, info: ModelInfo) -> Installed:
+        """Makes the staged model visible in one rename, over whatever lay there; older revisions of the name go."""
+        target = self._paths.model(name, manifest.revision)
+        data = encode_manifest(manifest)
+        with storage_errors(f"store {name}"):
+            staging.folder.write(INFO, msgspec.msgpack.encode(info))
+            staging.folder.write(MANIFEST, data)
+            staging.folder.sync()
+            with self._open(target.parent, create=True) as variants:
+                self._swap_in(staging, variants, target.name)
+                variants.sync()
+            self._retire_others(name, target.name)
+        return Installed(target, name, manifest, manifest_digest(data), ())
+
+    def remove(self, name: ModelName) -> bool:
+        """Hides the model at once, then unlinks what the store created. False when there is none."""
+        removed = False
+        while (model := self.installed(name)) is not None:
+            with storage_errors(f"remove {name}"), self._open(model.folder.parent) as variants:
+                self._retire(variants, model.folder.name)
+            removed = True
+        self._prune(name)
+        return removed
+
+    def mark_damaged(self, model: Installed, files: tuple[str, ...]) -> Installed:
+        """Remembers which files are bad (none: forgets the mark)."""
+        with storage_errors(f"mark {model.name}"), self._open(model.folder) as folder:
+            if files:
+                folder.write(DAMAGED, msgspec.json.encode(files))
+            else:
+                folder.discard(DAMAGED)
+        return replace(model, damaged=files)
+
+    def write_info(self, model: Installed, info: ModelInfo) -> None:
+        with storage_errors(f"store {model.name}"), self._open(model.folder) as folder:
+            folder.write(INFO, msgspec.msgpack.encode(info))
+
+    def collect(self) -> None:
+        """Finishes what a killed process left: half-removed models, and staging folders whose owner is gone."""
+        with open_root(self._layer, self._paths.root) as root:
+            if root.stat("staging") is not None:
+                with root.open("staging") as staging:
+                    self._collect_staging(staging)
+            if root.stat("removed") is not None:
+                with root.open("removed") as removed:
+                    for entry in removed.names():
+                        self._discard(root, removed, entry)
+
+    # --- inside
+
+    def _open(self, path: Path, *, create: bool = False) -> Folder:
+        with open_root(self._layer, self._paths.root) as root:
+            return root.descend(self._paths.parts(path), create=create)
+
+    def _all_folders(self) -> Iterator[Path]:
+        for owner in _subfolders(self._paths.models()):
+            for variants in _subfolders(owner):
+                yield from self._model_folders(variants)
+
+    def _model_folders(self, variants: Path) -> Iterator[Path]:
+        for folder in _subfolders(variants):
+            if os.path.lexists(folder / MANIFEST):
+                yield folder
+
+    def _read(self, path: Path) -> Installed:
+        try:
+            with self._open(path) as folder:
+                data = folder.read(MANIFEST, MAX_MANIFEST_BYTES)
+                damaged = self._read_damaged(folder)
+        except OSError as error:
+            raise CorruptFile(f"the manifest cannot be read: {error.strerror}") from error
+        manifest, name = decode_manifest(data)
+        if self._paths.model(name, manifest.revision) != path:
+            raise CorruptFile("the manifest is of another folder")
+        return Installed(path, name, manifest, manifest_digest(data), damaged)
+
+    def _read_damaged(self, folder: Folder) -> tuple[str, ...]:
+        if folder.stat(DAMAGED) is None:
+            return ()
+        try:
+            return msgspec.json.decode(folder.read(DAMAGED, MAX_MANIFEST_BYTES), type=tuple[str, ...])
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            return ("unknown",)  # the mark counts, whatever became of its text
+
+    def _swap_in(self, staging: Staging, variants: Folder, name: str) -> None:
+        for _ in range(_MAX_SWAPS):
+            try:
+                self._layer.rename(staging.owner, name, staging.parent.fd, variants.fd)
+                return
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    raise
+            self._retire(variants, name)
+        raise OSError(errno.EBUSY, "the model's folder keeps changing")
+
+    def _retire_others(self, name: ModelName, keep: str) -> None:
+        for folder in list(self._model_folders(self._paths.variants(name))):
+            if folder.name == keep or not folder.name.startswith(tag_prefix(name)):
+                continue
+            try:
+                same = self._read(folder).name.key == name.key
+            except CavectlError:
+                continue
+            if same:
+                with self._open(folder.parent) as variants:
+                    self._retire(variants, folder.name)
+
+    def _retire(self, variants: Folder, name: str) -> None:
+        token = str(new_owner())
+        with open_root(self._layer, self._paths.root) as root, root.open("removed", create=True) as removed:
+            try:
+                self._layer.rename(name, token, variants.fd, removed.fd)
+            except FileNotFoundError:  # another process did
+                return
+            self._discard(root, removed, token)
+
+    def _discard(self, root: Folder, removed: Folder, token: str) -> None:
+        """Unlinks what the folder's manifest names, the manifest last; anything else is kept aside."""
+        try:
+            with removed.open(token) as folder:
+                try:
+                    manifest, _ = decode_manifest(folder.read(MANIFEST, MAX_MANIFEST_BYTES))
+                except FileNotFoundError:
+                    manifest = None  # all that was ours is gone already
+                if manifest is not None:
+                    _unlink_files(folder, manifest)
+            self._layer.rmdir(token, removed.fd)
+        except (OSError, CavectlError):
+            with root.open("kept", create=True) as kept:
+                try:
+                    self._layer.rename(token, token, removed.fd, kept.fd)
+                except OSError as error:
+                    _LOG.warning("cannot clear a removed model: %s", error.strerror)
+
+    def _collect_staging(self, staging: Folder) -> None:
+        for entry in staging.names():
+            owner, found = parse_owner(entry), staging.stat(entry)
+            if owner is None or owner.alive or found is None or time.time() - found.st_mtime < _STAGING_GRACE_S:
+                continue
+            try:
+                staging.remove_tree(entry)
+            except OSError as error:
+                _LOG.warning("cannot clear a staging folder: %s", error.strerror)
+
+    def _prune(self, name: ModelName) -> None:
+        """Takes away the name's folders when nothing is left in them."""
+        variants = self._paths.variants(name)
+        for folder in (variants, variants.parent):
+            try:
+                folder.rmdir()
+            except OSError:
+                return
+
+
+def _subfolders(path: Path) -> list[Path]:
+    """Real directories below `path`, links left out; none when it does not exist."""
+    try:
+        with os.scandir(path) as entries:
+            return sorted(Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _unlink_files(folder: Folder, manifest: Manifest) -> None:
+    for file in manifest.files:
+        if not file.path:
+            _unlink_regular(folder, check_file_name(file.name))
+    for name in (INFO, DAMAGED, MANIFEST):
+        _unlink_regular(folder, (name,))
+
+
+def _unlink_regular(folder: Folder, parts: tuple[str, ...]) -> None:
+    """One file, if it is one, and the folders above it that it leaves empty."""
+    *above, last = parts
+    try:
+        with folder.descend(tuple(above)) as inner:
+            found = inner.stat(last)
+            if found is not None and stat.S_ISREG(found.st_mode):
+                inner.layer.unlink(last, inner.fd)
+    except FileNotFoundError:
+        return
+    for depth in range(len(above), 0, -1):
+        with folder.descend(tuple(above[: depth - 1])) as upper:
+            try:
+                upper.layer.rmdir(above[depth - 1], upper.fd)
+            except OSError:
+                return
