@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -97,6 +97,12 @@ class Harness:
             self.step([(one, chunk)])
         return one.tokens[len(prompt) :]
 
+    def poison(self) -> None:
+        """NaN in every free and every used slot alike: call before anything is cached."""
+        for planes in self.executor._planes:
+            for plane in planes.values():
+                plane.fill_(-128 if plane.dtype == torch.int8 else torch.nan)
+
     def logits(self, line: Line, chunk: int | None = None) -> torch.Tensor:
         """Feeds the rest of the line in chunks; logits at each of those positions [n, V], taken from the decoder itself."""
         found = []
@@ -110,6 +116,5 @@ class Harness:
         """Logits at every token of one row; the row's keys and values are written."""
         executor = self.executor
         with torch.inference_mode():
-            batch = executor._batch([row], {row.sampling: executor._slots.get(row.sampling)})  # type: ignore[dict-item]
-            every = type(batch)(batch.tokens, batch.positions, torch.arange(len(row.tokens)), batch.groups)
-            return executor._decoder.forward(every, executor._cache)
+            batch = executor._batch([row], {})
+            return executor._decoder.forward(replace(batch, sampled=torch.arange(len(row.tokens))), executor._cache)
