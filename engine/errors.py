@@ -102,9 +102,9 @@ class OutOfMemory(CavectlError):
 class ContextLengthExceeded(CavectlError):
     code = "context_length_exceeded"
 
-    def __init__(self, *, prompt_tokens: int, context_tokens: int) -> None:
+    def __init__(self, *, prompt_tokens: int, context_tokens: int, at_least: bool = False) -> None:
         super().__init__(
-            f"the prompt has {prompt_tokens} tokens and the context holds {context_tokens}",
+            f"the prompt has {'at least ' if at_least else ''}{prompt_tokens} tokens and the context holds {context_tokens}",
             hint="shorten the prompt, or ask for a larger context with --ctx (request field: ctx)",
         )
         self.prompt_tokens = prompt_tokens
