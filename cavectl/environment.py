@@ -44,7 +44,7 @@ class Environment:
         if not self.url:
             from cavectl.launch import ensure_daemon
 
-            ensure_daemon(self.client, self.settings, self.console, self.settings.startup_timeout_s)
+            ensure_daemon(self.client, self.settings, self.console)
         check_version(self.client.get("/api/version"), self.client.place)
         return self.client
 

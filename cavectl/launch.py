@@ -1,16 +1,21 @@
 """Starts the daemon when none answers.
 
-Any number of commands may do this at once: each starts a process, the daemon's own lock lets one of them live, and every command
-connects to whichever won. A start that fails shows what the daemon last wrote to its log.
+Any number of commands may do this at once: they take turns, and all but the first find a daemon that answers. Whoever else starts
+one meets the daemon's own lock, which decides. A start that fails shows what the daemon last wrote to its log.
 """
 
 from __future__ import annotations
 
+import fcntl
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
 
 from cavectl.client import Client
 from cavectl.output import Console
@@ -19,6 +24,7 @@ from engine.errors import CavectlError
 
 PACKAGE_ROOT = Path(__file__).resolve().parent.parent
 _LAST_LINES = 12
+_HINT = "cavectl daemon logs"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.1
 
 
@@ -39,22 +45,22 @@ def answers(client: Client) -> bool:
     return True
 
 
-def ensure_daemon(client: Client, settings: Settings, console: Console, timeout_s: float) -> bool:
+def ensure_daemon(client: Client, settings: Settings, console: Console) -> bool:
     """Make sure that a daemon answers; True when this call started a process for it."""
     if answers(client):
         return False
     log = log_path(settings)
     log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    before = log.stat().st_size if log.exists() else 0
-    child = _spawn(log)
-    if not _wait(lambda: answers(client), child, timeout_s):
+    deadline = time.monotonic() + settings.startup_timeout_s
+    with (log.parent / "launch.lock").open("ab") as turn:
+        if not _take_turn(turn, client, deadline):
+            return False
+        before = log.stat().st_size if log.exists() else 0
+        failure = _start(client, settings, log, deadline)
+    if failure:
         for line in tail(log, _LAST_LINES, skip_bytes=before):
             console.note(f"  {line}")
-        code = child.poll()
-        happened = f"did not answer within {timeout_s:g} s" if code is None else f"ended with code {code}"
-        raise CavectlError(
-            f"the daemon {happened}", hint="cavectl daemon logs shows all, cavectl serve runs it here", code="daemon_unreachable"
-        )
+        raise CavectlError(failure, hint="cavectl daemon logs shows all, cavectl serve runs it here", code="daemon_unreachable")
     return True
 
 
@@ -69,28 +75,79 @@ def tail(log: Path, lines: int, *, skip_bytes: int = 0) -> list[str]:
         return []
 
 
+def _take_turn(turn: BinaryIO, client: Client, deadline: float) -> bool:
+    """Wait for the right to start a daemon. False when one answers by then: there is nothing left to do."""
+    for _ in _attempts(deadline):
+        try:
+            fcntl.flock(turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if answers(client):
+                return False
+        else:
+            return not answers(client)
+    raise CavectlError("another command has been starting the daemon for too long", hint=_HINT, code="daemon_unreachable")
+
+
+def _start(client: Client, settings: Settings, log: Path, deadline: float) -> str:
+    """Start a process and wait until a daemon answers; what went wrong, or "".
+
+    A process that ends while another daemon is there, which is starting or draining, is started again: one of them will answer.
+    """
+    child = _spawn(log)
+    for _ in _attempts(deadline):
+        ended = child.poll()
+        if answers(client):
+            return ""
+        if ended is not None:
+            if not _is_occupied(settings):
+                return f"the daemon ended with code {ended}"
+            time.sleep(_LONGEST_PAUSE_S)
+            child = _spawn(log)
+    return f"the daemon did not answer within {settings.startup_timeout_s:g} s"
+
+
+def _is_occupied(settings: Settings) -> bool:
+    """Whether the process that last called itself the daemon still exists."""
+    pid = record(settings).get("pid")
+    return isinstance(pid, int) and is_alive(pid)
+
+
+def record(settings: Settings) -> dict[str, Any]:
+    """What the daemon wrote about itself when it took its locks; {} when there is none. Stale after a kill -9."""
+    try:
+        found = msgspec.json.decode(settings.daemon_file.read_bytes())
+    except (OSError, msgspec.DecodeError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process exists and has not ended (one that only waits for its parent to notice has)."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text(encoding="latin-1").rpartition(")")[2].split()[0] != "Z"
+    except ProcessLookupError:
+        return False
+    except (OSError, IndexError):
+        return True
+
+
 def _spawn(log: Path) -> subprocess.Popen[bytes]:
     """A process of its own session, so that neither Ctrl-C nor a closed terminal reaches it.
 
     It starts in the folder that holds the packages: `-m` puts the working folder first on the import path, and a folder
     named `daemon` where the person happens to stand must not be run instead.
     """
-    with log.open("ab") as output:
-        return subprocess.Popen(
-            daemon_command(), cwd=PACKAGE_ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-        )
+    command = daemon_command("--log-file", str(log))
+    with log.open("ab") as output:  # what is written before the log is open, and what an interpreter says when it dies
+        nothing = subprocess.DEVNULL
+        return subprocess.Popen(command, cwd=PACKAGE_ROOT, stdin=nothing, stdout=output, stderr=output, start_new_session=True)
 
 
-def _wait(ready: Callable[[], bool], child: subprocess.Popen[bytes], timeout_s: float) -> bool:
-    """Poll, often at first. A child that ended well lost the race to another: the winner is still worth waiting for."""
-    deadline = time.monotonic() + timeout_s
+def _attempts(deadline: float) -> Iterator[None]:
+    """Turns of a polling loop, close together at first."""
     pause = _FIRST_PAUSE_S
     while time.monotonic() < deadline:
-        failed = child.poll() not in (None, 0)
-        if ready():
-            return True
-        if failed:
-            return False
+        yield
         time.sleep(pause)
         pause = min(pause * 1.3, _LONGEST_PAUSE_S)
-    return False

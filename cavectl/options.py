@@ -19,6 +19,7 @@ OPTION_TYPES: Mapping[str, type] = MappingProxyType(
         "top_p": float,
         "min_p": float,
         "repeat_penalty": float,
+        "repetition_penalty": float,
         "repeat_last_n": int,
         "presence_penalty": float,
         "frequency_penalty": float,

@@ -1,7 +1,7 @@
 """The terminal side of a command: data goes to stdout, everything else to stderr.
 
 Text is written as UTF-8 bytes whatever the locale says, so no output can fail to encode. On its way to a terminal it loses its
-control characters (an escape sequence of a model could retitle the window or fill the clipboard); to a file or pipe it goes as it is.
+control characters (an escape sequence of a model could retitle the window or fill the clipboard), to a file or a pipe nothing.
 A reader that has gone away raises OutputClosed: it has what it wanted.
 """
 

@@ -14,8 +14,10 @@ from pathlib import Path
 from cavectl.names import DEFAULT_MODEL
 from engine.errors import ModelNotFound
 
-_NAME = re.compile(r"[\w.-]+(?:[:/][\w.-]+)+")
-_BARE = re.compile(r"[\w.-]*\w[\w.-]*")
+_PART = r"[^\s:/?!,;\"'()]+"
+_NAME = re.compile(rf"{_PART}(?:[:/]{_PART})+")
+_BARE = re.compile(_PART)
+_FAMILY = DEFAULT_MODEL.partition(":")[0]  # an alias of it in the catalog
 _PATH_STARTS = ("/", "./", "../", "~/")
 _NEAR = 0.75
 
@@ -47,6 +49,7 @@ def _known(word: str, names: Sequence[str]) -> str | None:
     """The model of that name, None when the word is no name. Raises ModelNotFound when it is nearly one."""
     asked = word.casefold()
     by_form = {form.casefold(): name for name in names for form in (name, name.removesuffix(":latest"))}
+    by_form.setdefault(_FAMILY, DEFAULT_MODEL)
     if asked in by_form:
         return by_form[asked]
     from difflib import get_close_matches

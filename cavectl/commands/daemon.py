@@ -40,8 +40,7 @@ def serve(
 def start(context: typer.Context) -> None:
     """Start the daemon in the background."""
     environment = _local(context.obj)
-    settings = environment.settings
-    started = launch.ensure_daemon(environment.client, settings, environment.console, settings.startup_timeout_s)
+    started = launch.ensure_daemon(environment.client, environment.settings, environment.console)
     environment.console.note("started" if started else "it runs already")
 
 
@@ -98,43 +97,14 @@ def _local(environment: Environment) -> Environment:
     return environment
 
 
-def _record(environment: Environment) -> dict[str, Any]:
-    """What the daemon wrote about itself when it took its lock."""
-    import msgspec
-
-    try:
-        record = msgspec.json.decode(environment.settings.daemon_file.read_bytes())
-    except (OSError, msgspec.DecodeError):
-        return {}
-    return record if isinstance(record, dict) else {}
-
-
 def _pid(environment: Environment) -> int | None:
     """The process id of the daemon that answers; its record is only trusted while one does."""
     if not launch.answers(environment.client):
         return None
-    pid = _record(environment).get("pid")
+    pid = launch.record(environment.settings).get("pid")
     if not isinstance(pid, int) or pid <= 1:
         raise CavectlError("a daemon answers, but left no record of its process", hint="stop it where it was started")
     return pid
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return not _zombie(pid)
-
-
-def _zombie(pid: int) -> bool:
-    """A process that has ended and only waits for its parent to notice (Linux; elsewhere False)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return False
 
 
 def _signal_again(pid: int) -> None:
@@ -147,7 +117,7 @@ def _signal_again(pid: int) -> None:
 def _wait_gone(environment: Environment, pid: int) -> None:
     limit_s = environment.settings.drain_timeout_s + 10.0
     deadline = time.monotonic() + limit_s
-    while _alive(pid):
+    while launch.is_alive(pid):
         if time.monotonic() > deadline:
             message = f"the daemon (process {pid}) still runs after {limit_s:g} s"
             raise CavectlError(message, hint="cavectl daemon stop --now", code="timeout")
@@ -158,7 +128,7 @@ def _facts(environment: Environment) -> dict[str, Any]:
     if not launch.answers(environment.client):
         return {"running": False, "socket": str(environment.settings.socket)}
     client = environment.client
-    record = {} if environment.url else _record(environment)
+    record = {} if environment.url else launch.record(environment.settings)
     version = client.get("/api/version").get("cavectl")
     return {"running": True, **record, "version": version, "models": [m["name"] for m in client.get("/api/ps")["models"]]}
 

@@ -32,18 +32,15 @@ class Home:
     def data_dir(self) -> Path:
         return Path(self.environ["CAVECTL_DATA_DIR"])
 
-    def popen(self, *arguments: str, **more: Any) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, "-m", "cavectl", *arguments], env=self.environ, cwd=ROOT, **more)
+    def popen(self, *arguments: str, stdin: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
+        command: list[str] = [sys.executable, "-m", "cavectl", *arguments]
+        return subprocess.Popen(command, env=self.environ, cwd=ROOT, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
-    def run(
-        self, *arguments: str, stdin: bytes | None = None, timeout_s: float = 60, **environ: str
-    ) -> subprocess.CompletedProcess[bytes]:
+    def run(self, *arguments: str, stdin: bytes | None = None, **environ: str) -> subprocess.CompletedProcess[bytes]:
         """Run a command with its streams captured; without `stdin` there is nothing to read there."""
         given: dict[str, Any] = {"stdin": subprocess.DEVNULL} if stdin is None else {"input": stdin}
         command = [sys.executable, "-m", "cavectl", *arguments]
-        return subprocess.run(
-            command, env=self.environ | environ, cwd=ROOT, capture_output=True, timeout=timeout_s, check=False, **given
-        )
+        return subprocess.run(command, env=self.environ | environ, cwd=ROOT, capture_output=True, timeout=100, check=False, **given)
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """A small HTTP server on a Unix socket (or TCP) that speaks the API shapes of the daemon, for tests of the command line alone.
 
-What it answers is decided by the test: `replies` maps the last user message to pieces of text or to a failure. It keeps every request
-and notices when a client leaves in mid-answer.
+What it answers is decided by the test: `replies` maps the last user message to pieces of text or to a failure. It keeps every
+request and notices when a client leaves in mid-answer.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _handler(fake: FakeDaemon) -> type[BaseHTTPRequestHandler]:
         def address_string(self) -> str:
             return "local"
 
-        def log_message(self, format: str, *args: Any) -> None:
+        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
             return
 
         def do_GET(self) -> None:
