@@ -42,10 +42,10 @@ class _Parameters:
     """The scaling keys of one config, read strictly: each key that nobody read is refused by name at the end."""
 
     def __init__(self, config: Mapping[str, Any], head_dim: int, context_tokens: int | None) -> None:
-        old, new = config.get("rope_scaling"), config.get("rope_parameters")
+        old, new = (_mapping(config, name) for name in ("rope_scaling", "rope_parameters"))
         if old and new and old != new:
             raise UnsupportedModel("the config's rope_scaling and rope_parameters disagree")
-        self._values: dict[str, Any] = dict(new or old or {})
+        self._values = new or old
         self._read: set[str] = set()
         kind = self.text("rope_type") or self.text("type") or "default"
         if kind not in _KINDS:
@@ -56,8 +56,8 @@ class _Parameters:
         self.dim = int(head_dim * partial)
         if self.dim < 2 or self.dim % 2 or self.dim > head_dim:
             raise UnsupportedModel(f"RoPE over {self.dim} of {head_dim} dimensions is not possible: it rotates pairs")
-        if self.theta <= 0:
-            raise UnsupportedModel(f"rope_theta must be positive, not {self.theta}")
+        if not 1 < self.theta <= 1e15:
+            raise UnsupportedModel(f"rope_theta must be above 1 and at most 1e15, not {self.theta}")
         self.trained = int(_number(config, "max_position_embeddings"))
         top_level = config.get("original_max_position_embeddings")
         within = self.number("original_max_position_embeddings", float(self.trained))
@@ -75,8 +75,14 @@ class _Parameters:
 
     def factor(self) -> float:
         value = self.number("factor")
-        if value < 1:
-            raise UnsupportedModel(f"the RoPE factor must be at least 1, not {value}")
+        if not 1 <= value <= 1e6:
+            raise UnsupportedModel(f"the RoPE factor must be from 1 to 1000000, not {value}")
+        return value
+
+    def positive(self, name: str, default: float) -> float:
+        value = self.number(name, default)
+        if value <= 0:
+            raise UnsupportedModel(f"the config's {name} must be positive, not {value}")
         return value
 
     def text(self, name: str) -> str:
@@ -163,8 +169,8 @@ def _yarn_bounds(p: _Parameters) -> tuple[float, float]:
     def pair_turning(times: float) -> float:
         return p.dim * math.log(p.original / (times * 2 * math.pi)) / (2 * math.log(p.theta))
 
-    low = pair_turning(p.number("beta_fast", 32.0))
-    high = pair_turning(p.number("beta_slow", 1.0))
+    low = pair_turning(p.positive("beta_fast", 32.0))
+    high = pair_turning(p.positive("beta_slow", 1.0))
     if p.flag("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, p.dim - 1)
@@ -226,6 +232,13 @@ def _number(values: Mapping[str, Any], name: str, default: float | None = None) 
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise UnsupportedModel(f"the config's {name} must be a number, not {value!r}")
     return float(value)
+
+
+def _mapping(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = config.get(name)
+    if value is not None and not isinstance(value, Mapping):
+        raise UnsupportedModel(f"the config's {name} must be an object, not {value!r}")
+    return dict(value or {})
 
 
 def _factors(values: Mapping[str, Any], name: str, count: int) -> list[float]:

@@ -143,6 +143,8 @@ def parameters(spec: ModelSpec) -> dict[str, ParameterInfo]:
 def _flat(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """A config whose keys are (also) in a nested text_config, as one mapping. The two must not contradict each other."""
     nested = config.get("text_config") or {}
+    if not isinstance(nested, Mapping):
+        raise UnsupportedModel("the config's text_config is not an object")
     clash = sorted(k for k in nested.keys() & config.keys() & _READ if nested[k] != config[k])
     if clash:
         raise UnsupportedModel(f"the config and its text_config disagree on {', '.join(clash)}")
@@ -170,7 +172,7 @@ def _window(config: Mapping[str, Any]) -> int | None:
 
 def _activation(config: Mapping[str, Any]) -> Activation:
     name = config.get("hidden_act", "silu")
-    if name not in _ACTIVATIONS:
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise UnsupportedModel(f"activation {name!r} is not supported", hint=f"known: {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
 
