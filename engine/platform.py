@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+SPINS = "2000"  # tens of microseconds of waiting before a thread sleeps
 
 
 def end_with_parent(parent_pid: int) -> None:
@@ -37,6 +38,14 @@ def own_signals() -> None:
     """Ctrl-C on the terminal belongs to the CLI; SIGTERM ends the process even in the middle of a long native call."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def limit_spinning() -> None:
+    """Have torch's threads sleep soon when they wait for each other. Call before torch is imported.
+
+    GNU OpenMP spins for milliseconds by default; with one more busy thread than cores, a step then takes 10 to 20 times as long.
+    """
+    os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
 
 
 def physical_cores() -> int:
