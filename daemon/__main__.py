@@ -11,11 +11,11 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from daemon import __version__
 from daemon.config import Settings, resolve
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def run(settings: Settings, log_file: Path | None, load: Callable[[], Applicatio
     from daemon.lifecycle import Presence, make_private_dir
     from daemon.logs import set_up
 
-    with Presence(settings, _version()) as presence:
+    with Presence(settings, __version__) as presence:
         if log_file is not None:
             make_private_dir(log_file.parent)
         writer = set_up(log_file, settings.log_level)
@@ -99,13 +99,6 @@ class _Signals:
 
     def _reopen(self, _number: int, _frame: FrameType | None) -> None:
         self._writer.reopen()
-
-
-def _version() -> str:
-    try:
-        return metadata.version("cavectl")
-    except metadata.PackageNotFoundError:
-        return "0.0.0"
 
 
 def _parser() -> argparse.ArgumentParser:
