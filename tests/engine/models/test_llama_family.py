@@ -165,6 +165,7 @@ def test_the_decoder_reads_every_parameter(biases: bool) -> None:
         ({"rope_interleaved": True}, "rope_interleaved"),
         ({"layer_types": ["full_attention"] * 2}, "layer_types"),
         ({"hidden_act": "mish"}, "mish"),
+        ({"hidden_act": ["silu"]}, "silu"),
         ({"num_key_value_heads": 3}, "4 attention heads"),
         ({"hidden_size": "absent"}, "hidden_size"),
         ({"hidden_size": 64.0}, "hidden_size"),

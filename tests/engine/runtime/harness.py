@@ -30,6 +30,13 @@ def our_weights(model: TinyRand, spec: ModelSpec, dtype: torch.dtype) -> dict[st
     return weights
 
 
+def forward(executor: TorchExecutor, row: Row) -> torch.Tensor:
+    """Logits at every token of one row [n, V], from the executor's decoder; the row's keys and values are written."""
+    with torch.inference_mode():
+        batch = executor._batch([row], {})
+        return executor._decoder.forward(replace(batch, sampled=torch.arange(len(row.tokens))), executor._cache)
+
+
 @dataclass
 class Line:
     """One sequence under way: its pages in each group, and how much of it the cache holds."""
@@ -108,13 +115,6 @@ class Harness:
         found = []
         while line.cached < len(line.tokens):
             row = self.row(line, chunk)
-            found.append(self.row_logits(row))
+            found.append(forward(self.executor, row))
             line.cached += len(row.tokens)
         return torch.cat(found)
-
-    def row_logits(self, row: Row) -> torch.Tensor:
-        """Logits at every token of one row; the row's keys and values are written."""
-        executor = self.executor
-        with torch.inference_mode():
-            batch = executor._batch([row], {})
-            return executor._decoder.forward(replace(batch, sampled=torch.arange(len(row.tokens))), executor._cache)

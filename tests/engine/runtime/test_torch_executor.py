@@ -14,7 +14,7 @@ from engine.kernels.ops import Linear
 from engine.kernels.reference import ReferenceOps
 from engine.runtime.batch import FROM_PREVIOUS, NO_PAGE, Row, SamplingSlot, StepInputs
 from engine.types import SamplingParams
-from tests.engine.runtime.harness import GREEDY, Harness, Line
+from tests.engine.runtime.harness import GREEDY, Harness, Line, forward
 from tests.fixtures.tiny_rand import TinyRand, oracle_greedy, oracle_logits, tiny_rand
 
 LLAMA3 = {
@@ -182,7 +182,7 @@ def test_each_path_of_a_draft_tree_equals_plain_decoding(window: int | None) -> 
     line = harness.line([*given, *drafts])
     harness.logits(Line(line.id, line.slot, line.pages, given[:28]))
     line.cached = 28
-    got = harness.row_logits(harness.row(line, tree=tree))
+    got = forward(harness.executor, harness.row(line, tree=tree))
     for i in range(len(tree)):
         path, at = [], i
         while at >= 0:
