@@ -69,8 +69,14 @@ class Tokenizer:
         self.special_tokens: Mapping[str, int] = MappingProxyType(
             {marker.spelling: marker.id for marker in vocabulary.markers if marker.control}
         )
+        self.bos_token = self._spelling(vocabulary.bos_id)
+        self.eos_token = self._spelling(vocabulary.eos_id)
         spellings = (len(marker.spelling.encode()) for marker in vocabulary.markers)
         self.max_token_bytes = vocabulary.shrink * max(*map(len, vocabulary.token_bytes), *spellings, 1)
+
+    def _spelling(self, token: int | None) -> str:
+        """How a template writes a control token, "" for none."""
+        return next((spelling for spelling, number in self.special_tokens.items() if number == token), "")
 
     def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         return self.encode_pieces([Piece(text, parse_special)], add_special)
