@@ -59,7 +59,7 @@ class Connections:
 
     @property
     def crowded(self) -> bool:
-        """Whether so many refused connections linger that the next one is cut without an answer."""
+        """Whether so many refused connections linger already that one more is cut without an answer."""
         return len(self.open) - len(self.admitted) > REFUSED_KEPT
 
     def discount(self, connection: Connection) -> None:

@@ -14,9 +14,6 @@ import sys
 
 LINUX = sys.platform == "linux"
 
-_HANG_UP = select.POLLHUP | select.POLLERR
-_READ_CLOSED = getattr(select, "POLLRDHUP", 0x2000) if LINUX else 0
-
 
 def peer_uid(sock: socket.socket) -> int | None:
     """The user id of the process at the other end of a Unix socket, as the kernel saw it when it connected; None if unknown."""
@@ -30,20 +27,11 @@ def peer_uid(sock: socket.socket) -> int | None:
 
 def hung_up(fd: int) -> bool:
     """Whether the other end closed both directions (or reset). False for a half-closed Unix socket, whose reader still waits."""
-    return bool(_poll(fd, _HANG_UP) & _HANG_UP)
-
-
-def stopped_sending(fd: int) -> bool:
-    """Whether the other end will send nothing more, even while bytes it sent earlier are still unread (always False on macOS)."""
-    return bool(_poll(fd, _HANG_UP | _READ_CLOSED) & (_HANG_UP | _READ_CLOSED))
-
-
-def _poll(fd: int, events: int) -> int:
     if fd < 0:
-        return select.POLLHUP
+        return True
     poller = select.poll()
-    poller.register(fd, events)
-    return next((found for _fd, found in poller.poll(0)), 0)
+    poller.register(fd, 0)  # POLLHUP and POLLERR are always reported
+    return bool(poller.poll(0))
 
 
 def raise_file_limit(wanted: int) -> int:

@@ -20,46 +20,21 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from daemon.connections import Connections
-from daemon.platform import hung_up, peer_uid, stopped_sending
-from daemon.refusal import Refusal, send_refusal, wire_of
+from daemon.exchange import WRITE_BYTES, Exchange
+from daemon.platform import hung_up, peer_uid
+from daemon.refusal import Refusal, wire_of
 from daemon.security import PEER, PeerInfo
 
 FEED_BYTES = 16384
 """What the parser sees at once, so that an unfinished header can outgrow its cap by no more than this."""
 
-WRITE_BYTES = 65536
-"""Largest single write, and the buffered bytes from which a response waits for its reader."""
-
 LINGER_S = 2.0
-"""How long a refused client may go on sending (unread) so that it can still read why."""
+LINGER_BYTES = 64 * 2**20
+"""How much a refused client may go on sending, and for how long, so that it can still read why."""
 
 PIPELINED_REQUESTS = 8
 
 METHODS = frozenset({b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE", b"OPTIONS"})
-
-
-class Exchange(RequestResponseCycle):
-    """One request and its response, with bounded writes and errors in JSON."""
-
-    async def send(self, message: Any) -> None:
-        if message["type"] == "http.response.start" and self.waiting_for_100_continue:
-            self.keep_alive = False  # the client may or may not send its body now: nothing after this can be framed
-        body = message.get("body", b"")
-        if len(body) <= WRITE_BYTES:
-            await super().send(message)
-            return
-        for start in range(0, len(body), WRITE_BYTES):
-            more = message.get("more_body", False) or start + WRITE_BYTES < len(body)
-            await super().send({"type": "http.response.body", "body": bytes(body[start : start + WRITE_BYTES]), "more_body": more})
-
-    async def send_500_response(self) -> None:
-        refusal = Refusal(500, "internal_error", "internal error", hint="the daemon's log has the cause")
-        await send_refusal(self.send, refusal, self.scope["path"], ((b"connection", b"close"),))
-
-    def disconnect(self) -> None:
-        """The client is gone: what the application still sends is dropped, and its `receive` says so."""
-        self.disconnected = True
-        self.message_event.set()
 
 
 class Connection(HttpToolsProtocol):
@@ -84,6 +59,7 @@ class Connection(HttpToolsProtocol):
         self._deaf = False  # whatever else arrives is dropped
         self._half_closed = False
         self._upgrading = False
+        self._dropped_bytes = 0
         self._quiet_bytes = 0  # arrived since the parser last had something to tell
         self._header_bytes = self._header_count = self._body_bytes = 0
         self.url = b""
@@ -100,10 +76,7 @@ class Connection(HttpToolsProtocol):
             self.all.admit(self)
             self._check_user()
         except Refusal as refusal:
-            if self.all.crowded:
-                transport.abort()
-            else:
-                self.refuse(refusal)
+            self.refuse(refusal)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.all.forget(self)
@@ -121,6 +94,7 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._deaf:
+            self._drop(len(data))
             return
         if self._head_since is None and self._receiving is None:
             self._head_since = self.loop.time()
@@ -315,8 +289,8 @@ class Connection(HttpToolsProtocol):
         started = broken is not None and broken.response_started
         if broken is not None:
             broken.disconnect()
-        if started:
-            self.transport.close()
+        if started or self.all.crowded:
+            self.transport.abort()
             return
         head_only = bool(self.scope) and self.scope.get("method") == "HEAD"
         self.transport.write(wire_of(refusal, self.url.decode("latin-1"), head_only=head_only))
@@ -337,10 +311,12 @@ class Connection(HttpToolsProtocol):
         elif self._stalled_since is not None and now - self._stalled_since > limits.write_stall_timeout_s:
             self.all.note(Refusal(408, "timeout", "the client does not read its answer"), self.peer)
             self.transport.abort()
-        elif self.busy and (self._half_closed or self.flow.read_paused):
+        elif self.busy and self._half_closed:
             self._check_presence()
         elif self._receiving is not None:
-            if now - self._body_seen > limits.body_idle_timeout_s or now - self._body_since > limits.body_timeout_s:
+            if self.flow.read_paused:
+                self._body_seen = now  # it is the application that does not read
+            elif now - self._body_seen > limits.body_idle_timeout_s or now - self._body_since > limits.body_timeout_s:
                 self.refuse(Refusal(408, "timeout", "the request body did not arrive in time"))
         elif self._head_since is not None and not self._deaf:
             if now - self._head_since > limits.header_timeout_s:
@@ -363,9 +339,8 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
 
     def _check_presence(self) -> None:
-        """Notices a client that went while nothing is read from it."""
-        gone = hung_up if self.peer.kind == "unix" else stopped_sending
-        if gone(self._fd):
+        """Notices that a half-closed client went away: its end of the stream was read before."""
+        if hung_up(self._fd):
             self._disconnect()
             self.transport.abort()
 
@@ -384,6 +359,11 @@ class Connection(HttpToolsProtocol):
             if isinstance(exchange, Exchange):
                 exchange.disconnect()
         self.pipeline.clear()
+
+    def _drop(self, size: int) -> None:
+        self._dropped_bytes += size
+        if self._dropped_bytes > LINGER_BYTES:
+            self.transport.abort()
 
     def _linger(self) -> None:
         """Says that nothing more will come, and drops what still arrives, so that a reset does not overtake the answer."""

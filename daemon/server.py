@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import importlib.util
 import logging
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +26,7 @@ from daemon.security import App, Receive, Scope, SecurityMiddleware, Send
 
 log = logging.getLogger("daemon.server")
 
-END_TIMEOUT_S = 3.0
+END_TIMEOUT_S = 5.0
 """How long the application has to end its streams and models once the drain time is over, and clients to read the end."""
 
 FILES_BESIDE_CONNECTIONS = 512
@@ -41,22 +40,8 @@ class Application(Protocol):
     async def shutdown(self, state: Any) -> None: ...
 
 
-class _NoApplication:
-    """Stands in until daemon/app.py is written."""
-
-    def build_routes(self, state: Any) -> Sequence[Any]:  # noqa: ARG002
-        return ()
-
-    async def startup(self, settings: Settings) -> Any:
-        return settings
-
-    async def shutdown(self, state: Any) -> None: ...
-
-
 def load_application() -> Application:
     """Imports the application: the heavy part, for a thread."""
-    if importlib.util.find_spec("daemon.app") is None:
-        return _NoApplication()
     return importlib.import_module("daemon.app")  # type: ignore[return-value]
 
 
@@ -208,7 +193,9 @@ def _route(routes: Sequence[Any]) -> App:
         status, headers = known.status_code, dict(known.headers or {})
         return Response(body_of(_refusal_of(status), request.url.path), status, headers, "application/json")
 
-    return Starlette(routes=list(routes), exception_handlers={HTTPException: answer, Exception: answer})
+    app = Starlette(routes=list(routes), exception_handlers={HTTPException: answer, Exception: answer})
+    app.router.redirect_slashes = False
+    return app
 
 
 def _refusal_of(status: int) -> Refusal:
