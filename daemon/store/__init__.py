@@ -2,7 +2,9 @@
 only.
 """
 
+from daemon.store.fetch import Retries
 from daemon.store.manifests import FileRecord, ModelRecord, PullEvent
 from daemon.store.store import Store, StoreSettings
+from daemon.store.transport import Timeouts
 
-__all__ = ["FileRecord", "ModelRecord", "PullEvent", "Store", "StoreSettings"]
+__all__ = ["FileRecord", "ModelRecord", "PullEvent", "Retries", "Store", "StoreSettings", "Timeouts"]

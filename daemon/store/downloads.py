@@ -84,8 +84,7 @@ class Downloads:
             try:
                 await self._complete(partial, fill, report)
             except BaseException as error:
-                full = isinstance(error, CavectlError) and error.code == "no_space"
-                await in_thread(partial.drop if full or _is_full(error) else partial.release)
+                await in_thread(partial.drop if _is_lost(error) else partial.release)
                 raise
             return partial
 
@@ -104,6 +103,8 @@ class Downloads:
         report(partial.size)
 
 
-def _is_full(error: BaseException) -> bool:
-    """A full disk that no layer below has put a name to yet."""
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+def _is_lost(error: BaseException) -> bool:
+    """Whether the bytes so far are of no use: bad, or in the way of others on a full disk."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return isinstance(error, CavectlError) and error.code in ("no_space", "hash_mismatch")

@@ -27,6 +27,7 @@ NO_OWNER = "_"
 MAX_PART_BYTES = 255
 MAX_PARTS = 16
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _DRIVE = re.compile(r"[A-Za-z]:")
 
 
@@ -127,9 +128,17 @@ class StorePaths:
         return (owner or NO_OWNER, model)
 
 
-def tag_of(folder_name: str) -> str:
-    """The encoded tag of a model folder's name."""
-    return folder_name.rpartition("@")[0]
+def below(folder: Path, name: str) -> Path:
+    """A file of a model by its recorded name; checked again, for the record is a file too."""
+    return folder.joinpath(*check_file_name(name))
+
+
+def cached_blob(cache: Path, repo: str, value: str) -> Path:
+    """A blob of the Hugging Face cache, named by a sha256 or a git blob id."""
+    if not _BLOB.fullmatch(value):
+        raise UnsafePath(f"{_quoted(value)} is not a hash")
+    owner, _, name = repo.partition("/")
+    return cache.joinpath(check_part(f"models--{owner}--{name}"), "blobs", value)
 
 
 def tag_prefix(name: ModelName) -> str:

@@ -47,7 +47,7 @@ class Puller:
             return current
         self._check_space(plan, source)
         async with AsyncExitStack() as held:
-            partials = [await held.enter_async_context(self._hold(file, name, source, progress)) for file in plan.files]
+            partials = [await held.enter_async_context(self._hold(file, plan, name, source, progress)) for file in plan.files]
             return await self._register(name, plan, partials, progress)
 
     def _current(self, name: ModelName, plan: Plan) -> Installed | None:
@@ -85,7 +85,7 @@ class Puller:
         return [path for path in [*own, *source.cached(wanted)] if _size(path) == wanted.size]
 
     def _hold(
-        self, wanted: WantedFile, name: ModelName, source: Source, progress: Progress
+        self, wanted: WantedFile, plan: Plan, name: ModelName, source: Source, progress: Progress
     ) -> AbstractAsyncContextManager[Partial]:
         def report(completed: int) -> None:
             progress(
@@ -96,7 +96,7 @@ class Puller:
 
         async def fill(partial: Partial, shared_report: Report) -> None:
             if not await self._adopt(partial, source):
-                await source.fetch(wanted, partial, shared_report)
+                await source.fetch(plan, wanted, partial, shared_report)
 
         return self.downloads.hold(wanted, name, fill, report)
 

@@ -35,7 +35,7 @@ class Source(Protocol):
 
     async def plan(self) -> Plan: ...
 
-    async def fetch(self, wanted: WantedFile, partial: Partial, report: Report) -> None:
+    async def fetch(self, plan: Plan, wanted: WantedFile, partial: Partial, report: Report) -> None:
         """Appends the missing bytes to `partial`; stops short or raises when it cannot. The caller checks the hash."""
         ...
 

