@@ -16,6 +16,7 @@ import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
+from typing import cast
 
 import msgspec
 
@@ -62,8 +63,7 @@ class FrameProtocol(asyncio.Protocol):
         self._reason = ""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)
 
     def send(self, command: Command) -> None:
         if self._transport is not None and not self._transport.is_closing():
@@ -140,6 +140,7 @@ class WorkerClient:
         self.stats: EngineStats | None = None
         self.death: CavectlError | None = None
         self.ended = asyncio.Event()
+        self.unexpected_end = False
         self._process = process
         self._on_progress = on_progress
         self._protocol = FrameProtocol(self._receive, self._closed)
@@ -280,7 +281,8 @@ class WorkerClient:
                 hint="the next request starts a new one; `cavectl daemon logs` has its last words",
                 code="worker_died",
             )
-        if not self._stopping:
+        self.unexpected_end = not self._stopping
+        if self.unexpected_end:
             log.error("worker %d: %s", self.pid, self.death.message)
         self._loading.put_nowait(None)
         for stream in self._streams.values():

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
+import uvloop
 
 from daemon.worker_client import FrameProtocol, WorkerClient
 from engine.errors import CavectlError, ErrorInfo
@@ -27,7 +28,8 @@ def run(work: Awaitable[None]) -> None:
         async with asyncio.timeout(30):
             await work
 
-    asyncio.run(bounded())
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(bounded())
 
 
 @pytest.fixture
