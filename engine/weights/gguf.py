@@ -163,8 +163,12 @@ class GgufFile:
             end = expected + tensor.bytes
             self.tensors[tensor.name] = tensor
         self.data_start = self._aligned(cursor.position)
-        if count and self.data_start + end > self._file.size:
-            raise self.corrupt(f"has {self._file.size} bytes where its tensors need {self.data_start + end}")
+        self._check_size(self.data_start + end if count else cursor.position)
+
+    def _check_size(self, end: int) -> None:
+        """What follows the last tensor is padding: more means that the alignment key and the data disagree."""
+        if not end <= self._file.size <= self._aligned(end):
+            raise self.corrupt(f"has {self._file.size} bytes where its tensors need {end}")
 
     def _read_tensor(self, cursor: HeaderCursor) -> GgufTensor:
         name = cursor.string(MAX_NAME_BYTES, "a tensor's name")

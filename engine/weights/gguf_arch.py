@@ -229,12 +229,20 @@ def _named(file: GgufFile, architecture: Architecture, heads: Mapping[str, int])
         if match := _LAYER_TENSOR.fullmatch(name):
             layer, stem, part = match.groups()
             if theirs := architecture.layer_tensors.get(stem):
-                yield f"{architecture.layer_prefix}.{layer}.{theirs}.{part}", Stored(name, heads.get(stem, 0))
+                stored = Stored(name, heads.get(stem, 0))
+                _check_interleaved(file, stored)
+                yield f"{architecture.layer_prefix}.{layer}.{theirs}.{part}", stored
                 continue
         elif (match := _MODEL_TENSOR.fullmatch(name)) and (theirs := architecture.tensors.get(match[1])):
             yield f"{theirs}.{match[2]}", Stored(name)
             continue
         raise file.unsupported(f"the tensor {name} is not understood")
+
+
+def _check_interleaved(file: GgufFile, stored: Stored) -> None:
+    rows = file.tensors[stored.name].dims[-1]
+    if stored.interleaved_heads and rows % (2 * stored.interleaved_heads):
+        raise file.corrupt(f"the tensor {stored.name} has {rows} rows for {stored.interleaved_heads} heads")
 
 
 def shortest_decimal(value: float) -> float:
