@@ -108,7 +108,7 @@ def _control_ids(source: GgufVocabulary) -> set[int]:
         for number, token in enumerate(source.tokens)
         if _type(source, number) in (UNKNOWN, CONTROL)
         or token in END_SPELLINGS
-        or (number in named and _type(source, number) == USER_DEFINED)
+        or (number in named and (_type(source, number) == USER_DEFINED or not source.token_types))
     }
 
 
