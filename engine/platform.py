@@ -21,8 +21,10 @@ SPINS = "2000"  # tens of microseconds of waiting before a thread sleeps
 def end_with_parent(parent_pid: int) -> None:
     """Have the system kill this process when its parent ends, where it can (Linux); exit at once if the parent is gone.
 
-    Elsewhere `parent_gone` must be asked now and then.
+    Elsewhere `parent_gone` must be asked now and then. 0 is nobody's child: nothing happens.
     """
+    if parent_pid == 0:
+        return
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if parent_gone(parent_pid):  # it may have ended before the call
@@ -30,7 +32,7 @@ def end_with_parent(parent_pid: int) -> None:
 
 
 def parent_gone(parent_pid: int) -> bool:
-    """Whether this process outlived the process that started it. 0 means that it is nobody's."""
+    """Whether this process outlived the process that started it."""
     return parent_pid != 0 and os.getppid() != parent_pid
 
 
