@@ -90,11 +90,11 @@ class SafetensorsSource:
 
 
 def _locate(folder: Path, opened: ExitStack) -> tuple[dict[str, _Located], list[str]]:
-    if (folder / SINGLE).exists():
+    if os.path.exists(folder / SINGLE):
         file = _open(folder / SINGLE, opened)
         tensors = {name: _Located(file, placed) for name, placed in read_header(file).items()}
         warnings: list[str] = []
-    elif (folder / INDEX).exists():
+    elif os.path.exists(folder / INDEX):
         tensors, warnings = _locate_sharded(folder, opened)
     else:
         raise _no_weights(folder)
@@ -106,7 +106,7 @@ def _locate(folder: Path, opened: ExitStack) -> tuple[dict[str, _Located], list[
 def _locate_sharded(folder: Path, opened: ExitStack) -> tuple[dict[str, _Located], list[str]]:
     index = _read_index(folder)
     shards = sorted(set(index.values()))
-    absent = [name for name in shards if not (folder / name).exists()]
+    absent = [name for name in shards if not os.path.exists(folder / name)]
     if absent:
         raise CorruptFile(f"{len(absent)} of {len(shards)} weight files are missing: {listed(absent)}", hint=_PULL)
     files = {name: _open(folder / name, opened) for name in shards}

@@ -245,6 +245,13 @@ def test_unsafe_names_in_an_index_are_refused(sharded: Path, name: str) -> None:
         SafetensorsSource(sharded)
 
 
+def test_a_name_too_long_for_the_system_is_a_missing_file(sharded: Path) -> None:
+    name = "/".join(["x" * 243] * 16) + ".safetensors"
+    _index(sharded, lambda index: index.update({"model.norm.weight": name}))
+    with pytest.raises(CorruptFile, match="1 of 4 weight files are missing"):
+        SafetensorsSource(sharded)
+
+
 def test_names_that_differ_in_case_only_are_refused(sharded: Path) -> None:
     _index(sharded, lambda index: index.update({"model.norm.weight": "MODEL-00001-of-00003.safetensors"}))
     with pytest.raises(CorruptFile, match="case only"):
