@@ -85,17 +85,15 @@ class _Run:
     async def events(self, client: str) -> AsyncGenerator[GenerationEvent, None]:
         request = self._engine_request(client)
         submitted = time.perf_counter()
+        if request.max_tokens == 0:  # nothing to generate: only the prompt's length is told
+            yield self._started(request)
+            for choice in self._choices:
+                yield Finished(choice.index, "length")
+            yield self._summary(submitted)
+            return
         stream = self._model.worker.submit(request)
         try:
-            yield Started(
-                model=self._model.name,
-                prompt_tokens=len(self._prompt.ids),
-                context_tokens=self._model.context_tokens,
-                seed=request.sampling.seed,
-                load_ms=self._arrival.load_ms,
-                dropped_messages=self._prompt.dropped_messages,
-                dropped_tokens=self._prompt.dropped_tokens,
-            )
+            yield self._started(request)
             while any(not choice.finished for choice in self._choices):
                 output = await stream.get()
                 for event in self._take(stream, output):
@@ -104,6 +102,17 @@ class _Run:
         finally:
             stream.close()
         yield self._summary(submitted)
+
+    def _started(self, request: EngineRequest) -> Started:
+        return Started(
+            model=self._model.name,
+            prompt_tokens=len(self._prompt.ids),
+            context_tokens=self._model.context_tokens,
+            seed=request.sampling.seed,
+            load_ms=self._arrival.load_ms,
+            dropped_messages=self._prompt.dropped_messages,
+            dropped_tokens=self._prompt.dropped_tokens,
+        )
 
     def _take(self, stream: OutputStream, output: SequenceOutput) -> Iterator[GenerationEvent]:
         """Events of one output. A choice that a stop string ended is only listened to for its usage."""
@@ -159,7 +168,8 @@ class _Run:
 
     def _summary(self, submitted: float) -> Summary:
         """The engine's numbers where it gave them, else what was seen from here."""
-        first = self._first or self._last
+        first = self._first or time.perf_counter()
+        last = max(self._last, first)
         usages = [choice.usage for choice in self._choices if choice.usage is not None]
         return Summary(
             prompt_tokens=len(self._prompt.ids),
@@ -167,7 +177,7 @@ class _Run:
             output_tokens=sum(choice.tokens for choice in self._choices),
             queue_ms=min((usage.queue_ms for usage in usages), default=0.0),
             prompt_ms=min((usage.prefill_ms for usage in usages), default=(first - submitted) * 1e3),
-            predicted_ms=max((usage.decode_ms for usage in usages), default=(self._last - first) * 1e3),
+            predicted_ms=max((usage.decode_ms for usage in usages), default=(last - first) * 1e3),
             ttft_ms=(first - self._arrival.at) * 1e3,
             load_ms=self._arrival.load_ms,
             total_ms=_ms_since(self._arrival.at),

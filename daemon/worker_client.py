@@ -172,7 +172,12 @@ class WorkerClient:
 
         The time-out restarts with each progress frame. Cancelling kills the worker.
         """
-        worker = await cls._spawn(command, on_progress)
+        spawning = asyncio.ensure_future(cls._spawn(command, on_progress))
+        try:
+            worker = await asyncio.shield(spawning)
+        except asyncio.CancelledError:  # half a start cannot be undone: finish it, then end it
+            await (await spawning).stop(grace_s=0)
+            raise
         try:
             worker.send(LoadModel(config))
             await worker._await_loaded(load_timeout_s)

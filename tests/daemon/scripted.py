@@ -125,10 +125,7 @@ def scripted_daemon(model_folder: Path, **variables: str) -> Iterator[Scripted]:
     folder = Path(tempfile.mkdtemp(prefix="cavectl-"))  # short: it holds a Unix socket
     try:
         command = shlex.join([sys.executable, str(WORKER), str(folder / "plan.json")])
-        env = {
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-            "CAVECTL_WORKER_COMMAND": command,
-        }
+        env = {"PYTHONPATH": str(ROOT), "CAVECTL_WORKER_COMMAND": command}
         env |= {f"CAVECTL_{name.upper()}": value for name, value in variables.items()}
         with running(folder, "--log-file", str(folder / "daemon.log"), module="daemon", env=env) as daemon:
             scripted = Scripted(daemon, folder)
