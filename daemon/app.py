@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib import metadata
 
 from starlette.routing import Route
 
+from daemon import __version__
 from daemon.admission import Admission
 from daemon.answer import Endpoint, LiveRequests, Work
 from daemon.api.errors import Dialect
@@ -73,7 +73,7 @@ async def shutdown(state: AppState) -> None:
 
 
 def build_routes(state: AppState) -> list[Route]:
-    native, ollama, openai = Native(state, _version()), Ollama(state), OpenAi(state)
+    native, ollama, openai = Native(state, __version__), Ollama(state), OpenAi(state)
     route = _router(state)
     return [
         route("GET", "/", native.root),
@@ -102,10 +102,3 @@ def _router(state: AppState) -> Callable[[str, str, Work], Route]:
         return Route(path, endpoint, methods=[method])
 
     return route
-
-
-def _version() -> str:
-    try:
-        return metadata.version("cavectl")
-    except metadata.PackageNotFoundError:
-        return "0.0.0"
