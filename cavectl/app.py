@@ -1,7 +1,6 @@
 """The command table, and what surrounds every command: finding it, running it, and turning what goes wrong into an exit code.
 
-A command is imported only when it is called: the table holds where it is and the one line that help shows. Each is a function with
-typer annotations whose first parameter is the context; its object is the Environment.
+A command is imported only when it is called: the table holds where it is and the one line that help shows.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from cavectl.output import Console, OutputClosed
 from engine.errors import CavectlError, InvalidRequest
 
 if TYPE_CHECKING:
-    from typer.core import TyperCommand
+    from cavectl.arguments import Command
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +26,11 @@ class Entry:
     target: str  # module:function
     summary: str
     hidden: bool = False
-    bare: tuple[str, str] = ("", "")  # an option whose value may be left out, and what it then is
 
 
 COMMANDS: Mapping[str, Entry] = MappingProxyType(
     {
-        "run": Entry("cavectl.commands.run:run", "Ask a model, or chat with it when no prompt is given.", bare=("--stats", "text")),
+        "run": Entry("cavectl.commands.run:run", "Ask a model, or chat with it when no prompt is given."),
         "pull": Entry("cavectl.commands.pull:pull", "Fetch a model."),
         "import": Entry("cavectl.commands.pull:import_model", "Take in a model that is already on this machine."),
         "list": Entry("cavectl.commands.models:list_models", "List the models at hand."),
@@ -43,9 +41,9 @@ COMMANDS: Mapping[str, Entry] = MappingProxyType(
         "stop": Entry("cavectl.commands.models:stop", "Take a model out of memory."),
         "serve": Entry("cavectl.commands.daemon:serve", "Run the daemon here, until Ctrl-C."),
         "daemon start": Entry("cavectl.commands.daemon:start", "Start the daemon in the background."),
-        "daemon stop": Entry("cavectl.commands.daemon:stop", "Stop it, after the requests in flight."),
-        "daemon status": Entry("cavectl.commands.daemon:status", "Say whether it runs, and where."),
-        "daemon logs": Entry("cavectl.commands.daemon:logs", "Show its log."),
+        "daemon stop": Entry("cavectl.commands.daemon:stop", "Stop the daemon, after the requests in flight."),
+        "daemon status": Entry("cavectl.commands.daemon:status", "Say whether the daemon runs, and where."),
+        "daemon logs": Entry("cavectl.commands.daemon:logs", "Show the daemon's log."),
     }
 )
 GROUPS: Mapping[str, str] = MappingProxyType({"daemon": "Start, stop and look at the background process."})
@@ -93,7 +91,7 @@ def _dispatch(arguments: list[str], console: Console) -> int | None:
     if name in GROUPS:
         console.write(help_text(name))
         return ExitCode.OK if rest else ExitCode.USAGE
-    return invoke(name, rest, Environment(console, url))
+    return command(name).run(f"cavectl {name}", rest, Environment(console, url))
 
 
 def _global_options(arguments: list[str]) -> tuple[str, list[str]]:
@@ -125,41 +123,12 @@ def _find(arguments: list[str]) -> tuple[str, list[str]]:
     raise InvalidRequest(f"no command {name!r}", hint=f"did you mean: cavectl {near[0]}" if near else "cavectl --help lists them")
 
 
-def invoke(name: str, arguments: list[str], environment: Environment) -> int | None:
-    """Parse the arguments of one command and call it."""
-    import typer
-
-    # typer has its own copy of click in some versions: the base class of what it exports is right in all of them.
-    usage_error: type[Exception] = typer.BadParameter.__mro__[1]
-    title = f"cavectl {name}"
-    try:
-        with command(name).make_context(title, _completed(arguments, COMMANDS[name]), obj=environment) as context:
-            return context.command.invoke(context)
-    except usage_error as error:
-        text = getattr(error, "format_message", error.__str__)()
-        raise InvalidRequest(" ".join(text.split()), hint=f"{title} --help") from None
-    except typer.Exit as ended:
-        return ended.exit_code
-
-
-def _completed(arguments: list[str], entry: Entry) -> list[str]:
-    """The arguments with the optional value filled in, so that `--stats` never takes the word after it for its value."""
-    option, value = entry.bare
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    return [f"{option}={value}" if option and argument == option and i < end else argument for i, argument in enumerate(arguments)]
-
-
-def command(name: str) -> TyperCommand:
-    """The parsed form of one command of the table; imports it."""
+def command(name: str) -> Command:
+    """A command of the table; imports it."""
     from importlib import import_module
 
-    import typer
-
     module, function = COMMANDS[name].target.split(":")
-    application = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-
-    application.command(name=name.rsplit(maxsplit=1)[-1])(getattr(import_module(module), function))
-    return typer.main.get_command(application)  # type: ignore[return-value]
+    return getattr(import_module(module), function)
 
 
 def help_text(group: str = "") -> str:

@@ -14,7 +14,7 @@ from cavectl.answer import Answer, Message, Question, stream_answer
 from cavectl.client import Client
 from cavectl.commands.models import describe
 from cavectl.commands.run import print_stats
-from cavectl.editor import Editor
+from cavectl.editor import Editor, held_keys
 from cavectl.environment import Environment
 from cavectl.options import set_option
 from engine.errors import CavectlError, InvalidRequest
@@ -50,21 +50,24 @@ class Chat:
     def run(self) -> None:
         """Read and answer until /bye or Ctrl-D."""
         self._warm_up()
-        while True:
-            try:
-                text = self._editor.read()
-            except KeyboardInterrupt:
-                self._console.note("Ctrl-D or /bye leaves")
-                continue
-            except EOFError:
-                return
-            if not text.strip():
-                continue
-            if text.startswith("/"):
-                if self._command(text.strip()):
-                    return
-            else:
-                self._say(text)
+        with held_keys():
+            while not self._turn():
+                pass
+
+    def _turn(self) -> bool:
+        """One thing typed and what comes of it; True when the chat is over."""
+        try:
+            text = self._editor.read()
+        except KeyboardInterrupt:
+            self._console.note("Ctrl-D or /bye leaves")
+            return False
+        except EOFError:
+            return True
+        if text.startswith("/"):
+            return self._command(text.strip())
+        if text.strip():
+            self._say(text)
+        return False
 
     def _warm_up(self) -> None:
         """Load the model while the person types. What goes wrong here is said when the first message needs it."""

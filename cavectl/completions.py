@@ -13,19 +13,11 @@ from pathlib import Path
 from types import MappingProxyType
 
 from cavectl.app import COMMANDS, GLOBAL_OPTIONS, GROUPS, command
+from cavectl.arguments import Parameter, flag
 
 _TAKES_MODEL = frozenset({"run", "pull", "show", "rm", "stop"})
 _TAKES_PATH = frozenset({"import"})
-_VALUES = MappingProxyType({"--model": "models", "--socket": "files"})  # what an option's value is, where a shell can know
-
-
-@dataclass(frozen=True, slots=True)
-class Flag:
-    names: tuple[str, ...]
-    help: str
-    takes_value: bool
-    choices: tuple[str, ...]
-    optional_value: bool = False
+_VALUES = MappingProxyType({"-m": "models", "--socket": "files"})  # what an option's value is, where a shell can know
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +26,7 @@ class Line:
 
     words: tuple[str, ...]
     summary: str
-    flags: tuple[Flag, ...]
+    flags: tuple[Parameter, ...]
     argument: str  # "model", "path" or ""
 
     @property
@@ -48,17 +40,9 @@ def lines() -> list[Line]:
 
 
 def _line(name: str) -> Line:
-    entry = COMMANDS[name]
-    flags: list[Flag] = []
-    for parameter in command(name).params:
-        if parameter.param_type_name == "option":
-            choices = tuple(c for c in getattr(parameter, "type_descriptor").choices or () if c)  # noqa: B009
-            takes_value = not getattr(parameter, "is_flag", False)
-            text = str(getattr(parameter, "help", None) or "")
-            flags.append(Flag(tuple(parameter.opts), text, takes_value, choices, entry.bare[0] in parameter.opts))
-    flags.append(Flag(("--help",), "Show help.", False, ()))
+    options = tuple(one for one in command(name).parameters if one.is_option)
     argument = "model" if name in _TAKES_MODEL else "path" if name in _TAKES_PATH else ""
-    return Line(tuple(name.split()), entry.summary, tuple(flags), argument)
+    return Line(tuple(name.split()), COMMANDS[name].summary, (*options, flag("--help", help="Show help.")), argument)
 
 
 def first_words() -> dict[str, str]:
@@ -86,7 +70,7 @@ def bash() -> str:
 
 def _bash_case(line: Line) -> str:
     """What may follow one command: the values of its options, its options, its argument."""
-    valued = [flag for flag in line.flags if flag.takes_value and not flag.optional_value]
+    valued = [flag for flag in line.flags if flag.takes_value and not flag.value_is_optional]
     values = [f"        {'|'.join(flag.names)}) {_bash_value(flag)} ;;" for flag in valued]
     switch = ["      case $previous in", *values, "      esac"] if values else []
     argument = f"      kind=${{kind:-{_BASH_KINDS[line.argument]}}}"
@@ -97,7 +81,7 @@ def _bash_case(line: Line) -> str:
 _BASH_KINDS = MappingProxyType({"model": "models", "path": "files", "": "nothing"})
 
 
-def _bash_value(flag: Flag) -> str:
+def _bash_value(flag: Parameter) -> str:
     if flag.choices:
         return f'kind=value words="{" ".join(flag.choices)}"'
     return f"kind={_VALUES.get(flag.names[0], 'nothing')}"
@@ -164,12 +148,12 @@ def _zsh_function(line: Line) -> str:
     return f"_cavectl_{'_'.join(line.words)}() {{\n  _arguments \\\n    {body}\n}}\n"
 
 
-def _zsh_flag(flag: Flag) -> Iterator[str]:
+def _zsh_flag(flag: Parameter) -> Iterator[str]:
     for name in flag.names:
         given = _ZSH_VALUES[_VALUES.get(flag.names[0], "")]
         value = f":value:({' '.join(flag.choices)})" if flag.choices else f":value:{given}"
-        equals = "=-" if flag.optional_value else ""
-        yield f"'{name}{equals}[{_zsh_text(flag.help)}]{(':' if flag.optional_value else '') + value if flag.takes_value else ''}'"
+        equals, optional = ("=-", ":") if flag.value_is_optional else ("", "")
+        yield f"'{name}{equals}[{_zsh_text(flag.help)}]{optional + value if flag.takes_value else ''}'"
 
 
 def _zsh_group(group: str) -> str:
@@ -249,13 +233,13 @@ def _fish_line(line: Line) -> Iterator[str]:
         yield f"{start} -a '(cavectl __complete models 2>/dev/null)'"
     if line.argument == "path":
         yield f"{start} -F"
-    for flag in line.flags:
-        names = " ".join(f"-l {name[2:]}" if name.startswith("--") else f"-s {name[1:]}" for name in flag.names)
-        yield f"{start} {names}{_fish_value(flag)} -d {_fish_text(flag.help)}"
+    for one in line.flags:
+        names = " ".join(f"-l {name[2:]}" if name.startswith("--") else f"-s {name[1:]}" for name in one.names)
+        yield f"{start} {names}{_fish_value(one)} -d {_fish_text(one.help)}"
 
 
-def _fish_value(flag: Flag) -> str:
-    if not flag.takes_value or flag.optional_value:
+def _fish_value(flag: Parameter) -> str:
+    if not flag.takes_value or flag.value_is_optional:
         return ""
     kind = _VALUES.get(flag.names[0], "")
     given = " ".join(flag.choices) or ("(cavectl __complete models 2>/dev/null)" if kind == "models" else "")

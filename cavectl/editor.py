@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
+import termios
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from prompt_toolkit import PromptSession
@@ -47,6 +50,23 @@ class Editor:
             enable_open_in_editor=True,
             output=_terminal(),
         )
+
+
+@contextmanager
+def held_keys() -> Iterator[None]:
+    """What is typed between two prompts waits for the next one, as it was typed: it is not echoed into an answer, and Enter stays
+    Enter (the terminal would make it the newline of Ctrl-J). Ctrl-C still interrupts.
+    """
+    terminal = sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
+    held = termios.tcgetattr(terminal)
+    held[0] &= ~termios.ICRNL
+    held[3] &= ~(termios.ICANON | termios.ECHO)
+    termios.tcsetattr(terminal, termios.TCSANOW, held)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
 
 
 def is_open(text: str) -> bool:

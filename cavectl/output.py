@@ -7,6 +7,7 @@ A reader that has gone away raises OutputClosed: it has what it wanted.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,8 +27,8 @@ class Console:
 
     def __init__(self, stdin: TextIO | None, stdout: TextIO | None, stderr: TextIO | None, environ: Mapping[str, str]) -> None:
         self.stdin = stdin.buffer if stdin else None
-        self._stdout = _binary(stdout)
-        self._stderr = _binary(stderr)
+        self._stdout = stdout.buffer if stdout else None
+        self._stderr = stderr.buffer if stderr else None
         self.stdin_is_terminal = bool(stdin) and stdin.isatty()
         self.stdout_is_terminal = bool(stdout) and stdout.isatty()
         self.stderr_is_terminal = bool(stderr) and stderr.isatty()
@@ -42,12 +43,18 @@ class Console:
         """Text to stdout, there when this returns."""
         if self.stdout_is_terminal:
             text = text.translate(_UNSAFE)
+        if self._stdout is None:
+            return
         try:
             self._stdout.write(encode(text))
             self._stdout.flush()
         except (BrokenPipeError, ConnectionResetError):
-            self._abandon_stdout()
+            _abandon(self._stdout)
             raise OutputClosed from None
+        except OSError as error:
+            _abandon(self._stdout)
+            code = "no_space" if error.errno == errno.ENOSPC else "internal_error"
+            raise CavectlError(f"cannot write the output: {error.strerror}", code=code) from error
 
     def line(self, text: str = "") -> None:
         self.write(text + "\n")
@@ -69,6 +76,8 @@ class Console:
 
     def status(self, text: str) -> None:
         """Raw text to stderr; a stderr that is gone is no reason to fail."""
+        if self._stderr is None:
+            return
         try:
             self._stderr.write(encode(text))
             self._stderr.flush()
@@ -85,12 +94,6 @@ class Console:
         styled = f"\x1b[1;{colour}m{label}:\x1b[0m" if self.colour and self.stderr_is_terminal else f"{label}:"
         self.status(f"{styled} {text}\n")
 
-    def _abandon_stdout(self) -> None:
-        """Point stdout at nothing, so that the interpreter's last flush cannot fail either."""
-        nothing = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nothing, self._stdout.fileno())
-        os.close(nothing)
-
 
 def encode(text: str) -> bytes:
     """UTF-8. Bytes of a file name that were no text come out as they were; other lone surrogates become `?`."""
@@ -98,6 +101,13 @@ def encode(text: str) -> bytes:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
         return text.encode("utf-8", "replace")
+
+
+def _abandon(stream: BinaryIO) -> None:
+    """Point a stream at nothing, so that the interpreter's last flush cannot fail either."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, stream.fileno())
+    os.close(nothing)
 
 
 def size(count: int) -> str:
@@ -117,9 +127,3 @@ def duration(seconds: float) -> str:
             count = max(0, int(seconds // length))
             return f"{count} {unit}{'' if count == 1 else 's'}"
     raise AssertionError("the last unit always returns")
-
-
-def _binary(stream: TextIO | None) -> BinaryIO:
-    if stream is not None:
-        return stream.buffer
-    return open(os.devnull, "wb")

@@ -21,9 +21,9 @@ _cavectl() {
     daemon) words="start stop status logs" ;;
     "run")
       case $previous in
-        --model|-m) kind=models ;;
+        -m|--model) kind=models ;;
         --system) kind=nothing ;;
-        --option|-o) kind=nothing ;;
+        -o|--option) kind=nothing ;;
         --temp) kind=nothing ;;
         --seed) kind=nothing ;;
         --max-tokens) kind=nothing ;;
@@ -32,14 +32,14 @@ _cavectl() {
         --stdin) kind=value words="auto never prepend append" ;;
       esac
       kind=${kind:-models}
-      flags="--model -m --system --option -o --temp --seed --max-tokens --ctx --stats --keep-alive --stdin --raw --help" ;;
+      flags="-m --model --system -o --option --temp --seed --max-tokens --ctx --stats --keep-alive --stdin --raw --help" ;;
     "pull")
       kind=${kind:-models}
       flags="--json --help" ;;
     "import")
       case $previous in
         --name) kind=nothing ;;
-        --mode) kind=value words="link copy in-place" ;;
+        --mode) kind=value words="auto link copy in-place" ;;
       esac
       kind=${kind:-files}
       flags="--name --mode --json --help" ;;

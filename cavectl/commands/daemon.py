@@ -6,50 +6,55 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from cavectl import launch
+from cavectl.arguments import command, flag, parameter
 from cavectl.environment import Environment
 from cavectl.output import Console, duration
 from engine.errors import CavectlError, InvalidRequest
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 _POLL_S = 0.05
 _FOLLOW_POLL_S = 0.2
 
 
-def serve(
-    context: typer.Context,
-    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on; beyond loopback only with an API key.")] = "",
-    port: Annotated[str, typer.Option(metavar="PORT", help="TCP port; 0: any free one, off: none.", show_default=False)] = "",
-    socket: Annotated[str, typer.Option(metavar="PATH", help="Path of the Unix socket.", show_default=False)] = "",
-) -> None:
+def _count(text: str) -> int:
+    """A number from 0 on, for argparse."""
+    number = int(text)
+    if number < 0:
+        raise ValueError
+    return number
+
+
+@command(
+    parameter("--host", default="", metavar="ADDRESS", help="Address to listen on; beyond loopback only with an API key."),
+    parameter("--port", default="", metavar="PORT", help="TCP port; 0: any free one; off: none."),
+    parameter("--socket", default="", metavar="PATH", help="Path of the Unix socket."),
+)
+def serve(environment: Environment, *, host: str, port: str, socket: str) -> None:
     """Run the daemon here, until Ctrl-C."""
     flags: list[str] = []
     for name, value in (("--host", host), ("--port", port), ("--socket", str(Path(socket).absolute()) if socket else "")):
         if value:
             flags += [name, value]
     command = launch.daemon_command(*flags)
-    _local(context.obj)
+    _local(environment)
     os.chdir(launch.PACKAGE_ROOT)  # see launch: what `-m daemon` imports must not depend on where the person stands
     os.execv(command[0], command)  # noqa: S606
 
 
-def start(context: typer.Context) -> None:
+@command()
+def start(environment: Environment) -> None:
     """Start the daemon in the background."""
-    environment = _local(context.obj)
+    _local(environment)
     started = launch.ensure_daemon(environment.client, environment.settings, environment.console)
     environment.console.note("started" if started else "it runs already")
 
 
-def stop(
-    context: typer.Context,
-    now: Annotated[bool, typer.Option("--now", help="Do not wait for the requests in flight.")] = False,
-) -> None:
+@command(flag("--now", help="Do not wait for the requests in flight."))
+def stop(environment: Environment, *, now: bool) -> None:
     """Stop the daemon, after the requests in flight."""
-    environment = _local(context.obj)
+    _local(environment)
     pid = _pid(environment)
     if pid is None:
         environment.console.note("no daemon runs")
@@ -62,9 +67,12 @@ def stop(
     environment.console.note("stopped")
 
 
-def status(context: typer.Context, json: Json = False) -> int:
-    """Say whether the daemon runs, and where. Exit code 4 when it does not."""
-    environment: Environment = context.obj
+@command(flag("--json", help="Print one JSON document."))
+def status(environment: Environment, *, json: bool) -> int:
+    """Say whether the daemon runs, and where.
+
+    The exit code is 4 when it does not.
+    """
     facts = _facts(environment)
     if json:
         environment.console.document(facts)
@@ -73,13 +81,13 @@ def status(context: typer.Context, json: Json = False) -> int:
     return 0 if facts["running"] else 4
 
 
-def logs(
-    context: typer.Context,
-    lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="How many of the last lines.")] = 50,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on with new lines as they come.")] = False,
-) -> None:
+@command(
+    parameter("-n", "--lines", type=_count, default=50, metavar="COUNT", help="How many of the last lines."),
+    flag("-f", "--follow", help="Go on with new lines as they come."),
+)
+def logs(environment: Environment, *, lines: int, follow: bool) -> None:
     """Show the daemon's log."""
-    environment = _local(context.obj)
+    _local(environment)
     path = launch.log_path(environment.settings)
     if not path.exists() and not follow:
         environment.console.note("there is no log yet")
@@ -91,10 +99,9 @@ def logs(
         _follow(path, seen, environment.console)
 
 
-def _local(environment: Environment) -> Environment:
+def _local(environment: Environment) -> None:
     if environment.url:
         raise InvalidRequest("this command is about the local daemon, and --url names another", hint="leave --url out")
-    return environment
 
 
 def _pid(environment: Environment) -> int | None:

@@ -5,22 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from datetime import datetime
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
+from cavectl.arguments import command, flag, parameter
 from cavectl.environment import Environment
 from cavectl.names import remember
 from cavectl.output import duration, size
+from cavectl.prompt import clean
 from engine.errors import CavectlError
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="A model's name, for example smollm2:135m.", show_default=False)]
+_JSON = flag("--json", help="Print one JSON document.")
+_MODEL = parameter("model", metavar="MODEL", help="A model's name, for example smollm2:135m.")
 
 
-def list_models(context: typer.Context, json: Json = False) -> None:
+@command(_JSON)
+def list_models(environment: Environment, *, json: bool) -> None:
     """List the models at hand."""
-    environment: Environment = context.obj
     answer = environment.daemon.get("/api/tags")
     models = answer["models"]
     if not environment.url:
@@ -32,10 +32,10 @@ def list_models(context: typer.Context, json: Json = False) -> None:
     environment.console.table(("NAME", "ID", "SIZE", "MODIFIED"), rows)
 
 
-def show(context: typer.Context, model: Model, json: Json = False) -> None:
+@command(_MODEL, _JSON)
+def show(environment: Environment, *, model: str, json: bool) -> None:
     """Show what a model is."""
-    environment: Environment = context.obj
-    answer = environment.daemon.post("/api/show", {"model": model})
+    answer = environment.daemon.post("/api/show", {"model": clean(model)})
     if json:
         environment.console.document(answer)
         return
@@ -68,15 +68,12 @@ def describe(answer: dict[str, Any]) -> Iterator[str]:
             yield from (f"  {line}" for line in text.splitlines()[:12])
 
 
-def remove(
-    context: typer.Context,
-    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Names of models.", show_default=False)],
-) -> None:
+@command(parameter("models", nargs="+", metavar="MODEL", help="Names of models."))
+def remove(environment: Environment, *, models: list[str]) -> None:
     """Remove models."""
-    environment: Environment = context.obj
     client = environment.daemon
     failure: CavectlError | None = None
-    for name in models:
+    for name in map(clean, models):
         try:
             client.delete("/api/delete", {"model": name})
         except CavectlError as error:
@@ -91,9 +88,9 @@ def remove(
         raise failure
 
 
-def loaded(context: typer.Context, json: Json = False) -> None:
+@command(_JSON)
+def loaded(environment: Environment, *, json: bool) -> None:
     """List the models in memory."""
-    environment: Environment = context.obj
     client = environment.running_daemon()
     answer: dict[str, Any] = client.get("/api/ps") if client else {"models": []}
     if client is None:
@@ -116,14 +113,14 @@ def loaded(context: typer.Context, json: Json = False) -> None:
     environment.console.table(("NAME", "SIZE", "BACKEND", "CONTEXT", "REQUESTS", "STATE", "UNTIL"), rows)
 
 
-def stop(context: typer.Context, model: Model) -> None:
+@command(_MODEL)
+def stop(environment: Environment, *, model: str) -> None:
     """Take a model out of memory."""
-    environment: Environment = context.obj
     client = environment.running_daemon()
     if client is None:
         environment.console.note("no daemon runs, so nothing is in memory")
         return
-    client.post("/api/generate", {"model": model, "keep_alive": 0, "stream": False})
+    client.post("/api/generate", {"model": clean(model), "keep_alive": 0, "stream": False})
     environment.console.note(f"stopped {model}")
 
 

@@ -6,29 +6,26 @@ The daemon does the work; here its events are shown, and Ctrl-C leaves what a la
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-import typer
-
+from cavectl.arguments import command, flag, parameter
 from cavectl.client import Client
 from cavectl.environment import Environment
 from cavectl.names import remember
 from cavectl.progress import follow, progress_view
+from cavectl.prompt import clean
 from engine.errors import CavectlError
 
-Events = Annotated[bool, typer.Option("--json", help="Print the events as JSON, one a line.")]
+_EVENTS = flag("--json", help="Print the events as JSON, one a line.")
 
 
-def pull(
-    context: typer.Context,
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="smollm2:135m, hf.co/OWNER/REPO[:FILE-OR-QUANT].", show_default=False)
-    ],
-    json: Events = False,
-) -> None:
-    """Fetch a model. What an earlier call had fetched is not fetched again."""
-    environment: Environment = context.obj
-    fetch(environment, environment.daemon, model, json=json)
+@command(parameter("model", metavar="MODEL", help="smollm2:135m, or hf.co/OWNER/REPO[:FILE-OR-QUANT]."), _EVENTS)
+def pull(environment: Environment, *, model: str, json: bool) -> None:
+    """Fetch a model.
+
+    What an earlier call had fetched is not fetched again.
+    """
+    fetch(environment, environment.daemon, clean(model), json=json)
 
 
 def fetch(environment: Environment, client: Client, model: str, *, json: bool = False) -> None:
@@ -40,39 +37,35 @@ def fetch(environment: Environment, client: Client, model: str, *, json: bool = 
         raise
 
 
-def import_model(
-    context: typer.Context,
-    path: Annotated[
-        Path, typer.Argument(metavar="PATH", help="A .gguf file, or a folder with config.json and safetensors.", show_default=False)
-    ],
-    name: Annotated[
-        str, typer.Option("--name", metavar="NAME", help="What to call it. [default: from the path]", show_default=False)
-    ] = "",
-    mode: Annotated[
-        Literal["link", "copy", "in-place"],
-        typer.Option(help="link: share the bytes where that is possible; in-place: use the file where it is."),
-    ] = "link",
-    json: Events = False,
-) -> None:
+@command(
+    parameter("path", type=Path, metavar="PATH", help="A .gguf file, or a folder with config.json and safetensors."),
+    parameter("--name", default="", metavar="NAME", help="What to call it; otherwise it is called after the path."),
+    parameter(
+        "--mode",
+        default="auto",
+        choices=("auto", "link", "copy", "in-place"),
+        help="in-place: leave it where it is; link: share its bytes; auto: in-place for a file, link for a folder.",
+    ),
+    _EVENTS,
+)
+def import_model(environment: Environment, *, path: Path, name: str, mode: str, json: bool) -> None:
     """Take in a model that is already on this machine."""
-    environment: Environment = context.obj
     take_in(environment, environment.daemon, path, name, mode, json=json)
 
 
-def take_in(environment: Environment, client: Client, path: Path, name: str = "", mode: str = "link", *, json: bool = False) -> str:
-    """Import a path; gives the name that the model got."""
+def take_in(environment: Environment, client: Client, path: Path, name: str, mode: str, *, json: bool = False) -> None:
+    """Import a path, showing how far it is. `name` "": the daemon makes one from the path."""
     whole = path.expanduser().absolute()
     if not whole.exists():
         raise CavectlError(
             f"no file or folder {path}", hint="give the path of a .gguf file or of a model folder", code="model_not_found"
         )
-    body = {"path": str(whole), "name": name, "mode": mode, "stream": True}
-    last = transfer(environment, client, "/api/import", body, json=json)
-    return str(last.get("model") or last.get("name") or name)
+    body = {"path": clean(str(whole)), "mode": mode, "stream": True} | ({"name": clean(name)} if name else {})
+    transfer(environment, client, "/api/import", body, json=json)
 
 
-def transfer(environment: Environment, client: Client, route: str, body: dict[str, Any], *, json: bool) -> dict[str, Any]:
-    """Follow one transfer to its success; gives the last event."""
+def transfer(environment: Environment, client: Client, route: str, body: dict[str, Any], *, json: bool) -> None:
+    """Follow one transfer to its success."""
     with client.stream(route, body) as events:
         if json:
             last = _print_events(environment, events)
@@ -83,7 +76,6 @@ def transfer(environment: Environment, client: Client, route: str, body: dict[st
         raise CavectlError("the transfer ended before it was complete", hint="run the same command again", code="network_error")
     if not environment.url:
         remember(environment.settings.data_dir, [m["name"] for m in client.get("/api/tags")["models"]])
-    return last
 
 
 def _print_events(environment: Environment, events: Any) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,11 +36,15 @@ class Home:
         command: list[str] = [sys.executable, "-m", "cavectl", *arguments]
         return subprocess.Popen(command, env=self.environ, cwd=ROOT, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
-    def run(self, *arguments: str, stdin: bytes | None = None, **environ: str) -> subprocess.CompletedProcess[bytes]:
+    def run(
+        self, *arguments: str, stdin: bytes | None = None, environ: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[bytes]:
         """Run a command with its streams captured; without `stdin` there is nothing to read there."""
         given: dict[str, Any] = {"stdin": subprocess.DEVNULL} if stdin is None else {"input": stdin}
         command = [sys.executable, "-m", "cavectl", *arguments]
-        return subprocess.run(command, env=self.environ | environ, cwd=ROOT, capture_output=True, timeout=100, check=False, **given)
+        return subprocess.run(
+            command, env=self.environ | dict(environ or {}), cwd=ROOT, capture_output=True, timeout=100, check=False, **given
+        )
 
 
 @pytest.fixture
