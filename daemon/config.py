@@ -233,17 +233,21 @@ def _items(name: str, value: Any, origin: str) -> tuple[str, ...]:
 def _path(name: str, value: Any, origin: str) -> Path:
     if not isinstance(value, str | os.PathLike) or not os.fspath(value) or "\0" in str(value):
         raise _bad(name, origin, "must be a path")
-    path = Path(os.path.abspath(os.path.expanduser(value)))
-    if str(path).startswith("~"):
+    expanded = os.path.expanduser(os.fspath(value))
+    if expanded.startswith("~"):
         raise _bad(name, origin, "names a home directory that does not exist")
-    return path
+    return Path(os.path.abspath(expanded))
 
 
 def _user_dirs(kind: str) -> Callable[[], Path]:
     def find() -> Path:
         import platformdirs
 
-        return (platformdirs.user_config_path if kind == "config" else platformdirs.user_data_path)("cavectl", appauthor=False)
+        place = platformdirs.user_config_path if kind == "config" else platformdirs.user_data_path
+        try:
+            return place("cavectl", appauthor=False)
+        except RuntimeError:  # no home directory
+            return Path()
 
     return find
 

@@ -167,7 +167,11 @@ def _listen_unix(path: Path) -> socket.socket:
         path.unlink()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        listener.bind(str(path))
+        before = os.umask(0o177)  # a socket is made with all bits that the mask leaves
+        try:
+            listener.bind(str(path))
+        finally:
+            os.umask(before)
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()

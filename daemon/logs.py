@@ -8,10 +8,11 @@ query strings are never logged by this package.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
-import logging.handlers
+import os
 import queue
-import sys
+import stat
 import threading
 import time
 from pathlib import Path
@@ -21,6 +22,7 @@ LINE_CHARACTERS = 8192
 FILE_BYTES = 8 * 2**20
 FILES_KEPT = 3
 STOP_TIMEOUT_S = 1.0
+STDERR = 2
 
 _ESCAPES = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))} | {
     ord("\n"): "\\n",
@@ -49,10 +51,9 @@ class LogWriter(logging.Handler):
     def __init__(self, file: Path | None, *, queue_records: int = QUEUE_RECORDS, file_bytes: int = FILE_BYTES) -> None:
         super().__init__()
         self.dropped = 0
+        self.setFormatter(LineFormatter())
         self._queue: queue.Queue[logging.LogRecord | str] = queue.Queue(queue_records)
-        self._target = _target(file, file_bytes)
-        self._target.setFormatter(LineFormatter())
-        self._target.handleError = self._count_failure
+        self._destination = _Destination(file, file_bytes)
         self._thread = threading.Thread(target=self._run, name="log", daemon=True)
         self._thread.start()
 
@@ -78,16 +79,56 @@ class LogWriter(logging.Handler):
         reported = 0
         while (item := self._queue.get()) != "stop":
             if isinstance(item, str):
-                self._target.close()
+                self._destination.close()
                 continue
-            failures = self.dropped
-            self._target.handle(item)
-            if self.dropped == failures and self.dropped > reported:
+            written = self._write(item)
+            if written and self.dropped > reported:
                 lost, reported = self.dropped - reported, self.dropped
-                self._target.handle(_record(logging.WARNING, f"{lost} log lines were lost"))
+                self._write(logging.LogRecord(__name__, logging.WARNING, "", 0, f"{lost} log lines were lost", None, None))
+        self._destination.close()
 
-    def _count_failure(self, record: logging.LogRecord) -> None:  # noqa: ARG002 - logging's signature
-        self.dropped += 1
+    def _write(self, record: logging.LogRecord) -> bool:
+        try:
+            self._destination.write(self.format(record).encode(errors="backslashreplace") + b"\n")
+        except Exception:  # a message that cannot be formatted is as lost as one that cannot be written
+            self.dropped += 1
+            return False
+        return True
+
+
+class _Destination:
+    """stderr, or a file that is set aside when it is full. Unbuffered, so that nothing is left to fail later."""
+
+    def __init__(self, path: Path | None, limit_bytes: int) -> None:
+        self._path, self._limit_bytes = path, limit_bytes
+        self._fd = STDERR if path is None else -1
+        self._torn = False
+
+    def write(self, line: bytes) -> None:
+        if self._path is not None:
+            self._make_room(self._path, len(line))
+        data = b"\n" + line if self._torn else line
+        written = os.write(self._fd, data)
+        self._torn = 0 < written < len(data)
+        if written < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def close(self) -> None:
+        if self._path is not None and self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _make_room(self, path: Path, size: int) -> None:
+        if self._fd < 0:
+            self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        info = os.fstat(self._fd)
+        if stat.S_ISREG(info.st_mode) and info.st_size > 0 and info.st_size + size > self._limit_bytes:
+            self.close()
+            for index in range(FILES_KEPT, 0, -1):
+                older = path.with_name(f"{path.name}.{index - 1}") if index > 1 else path
+                with contextlib.suppress(FileNotFoundError):
+                    older.replace(path.with_name(f"{path.name}.{index}"))
+            self._make_room(path, size)
 
 
 class Throttle:
@@ -119,15 +160,3 @@ def set_up(file: Path | None, level: str) -> LogWriter:
     for name in ("cavectl", "daemon", "engine"):
         logging.getLogger(name).setLevel(level.upper())
     return writer
-
-
-def _target(file: Path | None, file_bytes: int) -> logging.Handler:
-    if file is None:
-        return logging.StreamHandler(sys.stderr)
-    return logging.handlers.RotatingFileHandler(
-        file, maxBytes=file_bytes, backupCount=FILES_KEPT, encoding="utf-8", errors="backslashreplace", delay=True
-    )
-
-
-def _record(level: int, message: str) -> logging.LogRecord:
-    return logging.LogRecord("daemon.logs", level, "", 0, message, None, None)

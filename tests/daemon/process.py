@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 class Daemon:
     process: subprocess.Popen[str]
     folder: Path
+    clients: list[Client] = field(default_factory=list)
 
     @property
     def shown(self) -> dict[str, Any]:
@@ -29,20 +30,31 @@ class Daemon:
 
     def client(self, kind: str = "unix") -> Client:
         shown = self.shown
-        return Client(shown["socket"] if kind == "unix" else ("127.0.0.1", shown["port"]))
+        self.clients.append(Client(shown["socket"] if kind == "unix" else ("127.0.0.1", shown["port"])))
+        return self.clients[-1]
 
     def answers(self) -> bool | None:
         """True once /health is answered, None until then; fails if the process ended."""
         try:
             with self.client() as client:
                 return client.get("/health").status == 200
-        except (OSError, ValueError, EOFError):
+        except (OSError, LookupError, ValueError, EOFError):
             assert self.process.poll() is None, self.process.communicate()[1]
             return None
 
     def end(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
-        return self.process.wait(PATIENCE_S)
+        self.process.communicate(timeout=PATIENCE_S)
+        return self.process.returncode
+
+    def close(self) -> None:
+        """Kills what still runs, and closes what the test held."""
+        if self.process.poll() is None:
+            self.process.kill()
+        if self.process.stderr and not self.process.stderr.closed:
+            self.process.communicate()
+        for client in self.clients:
+            client.close()
 
 
 def environment(folder: Path, **variables: str) -> dict[str, str]:
@@ -81,6 +93,4 @@ def running(folder: Path, *arguments: str, **options: Any) -> Iterator[Daemon]:
         until(daemon.answers)
         yield daemon
     finally:
-        if daemon.process.poll() is None:
-            daemon.process.kill()
-        daemon.process.communicate()
+        daemon.close()

@@ -160,7 +160,11 @@ class Client:
     def __init__(self, address: tuple[str, int] | str, timeout_s: float = PATIENCE_S) -> None:
         self.sock = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
         self.sock.settimeout(timeout_s)
-        self.sock.connect(address)
+        try:
+            self.sock.connect(address)
+        except OSError:
+            self.sock.close()
+            raise
         self.file = self.sock.makefile("rb")
 
     def __enter__(self) -> Client:
