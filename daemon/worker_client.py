@@ -176,7 +176,8 @@ class WorkerClient:
         try:
             worker = await asyncio.shield(spawning)
         except asyncio.CancelledError:  # half a start cannot be undone: finish it, then end it
-            await (await spawning).stop(grace_s=0)
+            with contextlib.suppress(CavectlError):
+                await (await spawning).stop(grace_s=0)
             raise
         try:
             worker.send(LoadModel(config))

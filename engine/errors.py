@@ -39,6 +39,7 @@ ErrorCode = Literal[
     "too_large",
     "timeout",
     "cancelled",
+    "request_not_found",  # no request with that id is in work
     "starting",  # the daemon answers, its routes are not ready yet
     "shutting_down",
     "too_many_connections",

@@ -135,7 +135,7 @@ class OpenAi:
     async def cancel(self, exchange: Exchange) -> None:
         request_id = exchange.path_params["id"]
         if not self._state.live.cancel(request_id, CavectlError("the request was cancelled", code="cancelled")):
-            raise BadField("id", "no request with that id is in work")
+            raise CavectlError("no request with that id is in work", code="request_not_found")
         await exchange.json({"id": request_id, "object": "request", "cancelled": True})
 
 
