@@ -56,6 +56,7 @@ EXIT_CODES: Mapping[ErrorCode, ExitCode] = MappingProxyType(
         "too_large": ExitCode.ERROR,
         "timeout": ExitCode.ERROR,
         "cancelled": ExitCode.ERROR,
+        "request_not_found": ExitCode.NOT_FOUND,
         "starting": ExitCode.UNREACHABLE,
         "too_many_connections": ExitCode.ERROR,
         "shutting_down": ExitCode.UNREACHABLE,
