@@ -19,9 +19,10 @@ from daemon.store.manifests import FORMAT, FileRecord, Manifest, Mode, ModelReco
 from daemon.store.names import ModelName, show
 from daemon.store.paths import StorePaths
 from daemon.store.pull import Progress, human_bytes
-from daemon.store.registry import Installed, Registry, Staging
+from daemon.store.registry import Installed, Registry
 from daemon.store.selection import weights_entry
 from daemon.store.sources import in_thread
+from daemon.store.staging import Staging
 from engine.errors import CavectlError
 
 _MODES: dict[ImportMode, Mode] = {"link": "linked", "copy": "copied", "in-place": "in-place"}

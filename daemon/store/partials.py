@@ -187,7 +187,10 @@ class Partial:
         self._layer.fsync(self._fd)
 
     def release(self) -> None:
-        """Gives the partial up for anybody to go on with."""
+        """Gives the partial up for anybody to go on with; one without a byte is not worth keeping."""
+        if self._fd >= 0 and os.fstat(self._fd).st_size == 0:
+            self.drop()
+            return
         unowned = self._name.partition("~")[0]
         with suppress(OSError):  # another one of the same key was given up meanwhile; theirs stays, ours goes by age
             self._layer.rename(self._name, unowned, self._parent.fd, self._parent.fd)

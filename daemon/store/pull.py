@@ -19,10 +19,11 @@ from daemon.store.inspector import Inspector
 from daemon.store.manifests import FORMAT, FileRecord, Manifest, PullEvent
 from daemon.store.names import ModelName
 from daemon.store.partials import DATA, Partial, Partials, WantedFile
-from daemon.store.paths import StorePaths
-from daemon.store.registry import Installed, Registry, Staging
+from daemon.store.paths import StorePaths, below
+from daemon.store.registry import Installed, Registry
 from daemon.store.selection import INDEX, MAX_INDEX_BYTES, check_index, weights_entry
 from daemon.store.sources import Plan, Report, Source, in_thread
+from daemon.store.staging import Staging
 from engine.errors import CavectlError
 
 Progress = Callable[[PullEvent], None]
@@ -45,7 +46,7 @@ class Puller:
         current = self._current(name, plan)
         if current is not None:
             return current
-        self._check_space(plan, source)
+        self._check_space(plan, name, source)
         async with AsyncExitStack() as held:
             partials = [await held.enter_async_context(self._hold(file, plan, name, source, progress)) for file in plan.files]
             return await self._register(name, plan, partials, progress)
@@ -67,21 +68,24 @@ class Puller:
                 return None
         return model if len(here) == len(plan.files) else None
 
-    def _check_space(self, plan: Plan, source: Source) -> None:
+    def _check_space(self, plan: Plan, name: ModelName, source: Source) -> None:
         with storage_errors("look at the free space"):
             with open_root(self.layer, self.paths.root):
                 pass
-            missing = sum(max(0, f.size - self.partials.partial_bytes(f)) for f in plan.files if not self._nearby(f, source))
+            missing = sum(
+                max(0, f.size - self.partials.partial_bytes(f)) for f in plan.files if not self._nearby(f, plan, name, source)
+            )
             need = missing + (source.extra_bytes if missing else 0) + self.headroom_bytes
             have = self.layer.free_bytes(self.paths.root)
         if need > have:
             message = f"not enough space on the disk: need {human_bytes(need)}, have {human_bytes(have)}"
             raise CavectlError(message, code="no_space", hint="free some space, or remove models with cavectl rm")
 
-    def _nearby(self, wanted: WantedFile, source: Source) -> list[Path]:
-        """Files on this machine that may have the bytes: of other models here, then of the source's cache."""
+    def _nearby(self, wanted: WantedFile, plan: Plan, name: ModelName, source: Source) -> list[Path]:
+        """Files on this machine that may have the bytes: what lies where the model will, other models, the source's cache."""
         sha256 = wanted.check.value if wanted.check.kind == "sha256" else ""
         own = [path for file, path in self.registry.copies(wanted.size) if not sha256 or file.sha256 == sha256]
+        own.insert(0, below(self.paths.model(name, plan.revision), wanted.name))
         return [path for path in [*own, *source.cached(wanted)] if _size(path) == wanted.size]
 
     def _hold(
@@ -95,16 +99,16 @@ class Puller:
             )
 
         async def fill(partial: Partial, shared_report: Report) -> None:
-            if not await self._adopt(partial, source):
+            if not await self._adopt(partial, plan, name, source):
                 await source.fetch(plan, wanted, partial, shared_report)
 
         return self.downloads.hold(wanted, name, fill, report)
 
-    async def _adopt(self, partial: Partial, source: Source) -> bool:
+    async def _adopt(self, partial: Partial, plan: Plan, name: ModelName, source: Source) -> bool:
         """Links a local copy whose hash is right. A partial that holds bytes already is worth more than a look around."""
         if partial.size:
             return False
-        for path in self._nearby(partial.wanted, source):
+        for path in self._nearby(partial.wanted, plan, name, source):
             if partial.adopt_link(path):
                 while await in_thread(partial.hash_more, 16 << 20):
                     pass

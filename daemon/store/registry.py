@@ -14,7 +14,6 @@ import os
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -35,6 +34,7 @@ from daemon.store.manifests import (
 from daemon.store.names import ModelName
 from daemon.store.owners import new_owner, parse_owner
 from daemon.store.paths import DAMAGED, INFO, MANIFEST, StorePaths, below, check_file_name, tag_prefix
+from daemon.store.staging import Staging
 from engine.errors import CavectlError, CorruptFile
 from engine.types import ModelInfo
 
@@ -42,63 +42,6 @@ _LOG = logging.getLogger("cavectl.store")
 _STAGING_GRACE_S = 3600  # an owner in another container looks dead from here
 _MAX_SWAPS = 16
 _RECENT = 4
-
-
-class Staging:
-    """A model being put together, in a private folder of this process."""
-
-    def __init__(self, layer: FileLayer, paths: StorePaths) -> None:
-        self.owner = str(new_owner())
-        self.path = paths.staging(self.owner)
-        self._layer = layer
-        self._paths = paths
-        with open_root(layer, paths.root) as root:
-            self.parent = root.descend(paths.parts(paths.staging()), create=True)
-        try:
-            self.folder = self.parent.open(self.owner, create=True)
-        except BaseException:
-            self.parent.close()
-            raise
-
-    def link(self, source: str, source_fd: int | None, name: str) -> None:
-        """`name` (may have folders) becomes another name of the file `source`."""
-        *above, last = check_file_name(name)
-        with self.folder.descend(tuple(above), create=True) as folder:
-            self._layer.link(source, last, source_fd, folder.fd)
-            folder.sync()
-
-    def create(self, name: str) -> int:
-        *above, last = check_file_name(name)
-        with self.folder.descend(tuple(above), create=True) as folder:
-            return self._layer.create(last, folder.fd)
-
-    def open(self, name: str) -> int:
-        *above, last = check_file_name(name)
-        with self.folder.descend(tuple(above)) as folder:
-            return self._layer.open_file(last, folder.fd, os.O_RDONLY)
-
-    def read(self, name: str, limit_bytes: int) -> bytes:
-        *above, last = check_file_name(name)
-        with self.folder.descend(tuple(above)) as folder:
-            return folder.read(last, limit_bytes)
-
-    def file(self, name: str) -> Path:
-        return self._paths.child(self.path, name)
-
-    def discard(self) -> None:
-        with suppress(OSError):  # committed, or collected later
-            self.parent.remove_tree(self.owner)
-
-    def close(self) -> None:
-        self.folder.close()
-        self.parent.close()
-
-    def __enter__(self) -> Staging:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.discard()
-        self.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +109,7 @@ class Registry:
 
     def info(self, model: Installed, *, vocabulary: bool) -> ModelInfo:
         """The facts; those with a vocabulary, which take some 25 ms to read, are remembered for the last few models."""
-        with self._open(model.folder) as folder:
+        with storage_errors(f"read {model.name}"), self._open(model.folder) as folder:
             try:
                 found = folder.stat(INFO)
                 key = (str(model.folder), found.st_ino, found.st_mtime_ns, found.st_size) if found and vocabulary else None
@@ -211,7 +154,10 @@ class Registry:
         return Staging(self._layer, self._paths)
 
     def commit(self, staging: Staging, name: ModelName, manifest: Manifest, info: ModelInfo) -> Installed:
-        """Makes the staged model visible in one rename, over whatever lay there; older revisions of the name go."""
+        """Makes the staged model visible in one rename; a whole one that is there already stays, anything else there goes.
+
+        Older revisions of the name go too.
+        """
         target = self._paths.model(name, manifest.revision)
         data = encode_manifest(manifest)
         with storage_errors(f"store {name}"):
@@ -219,10 +165,10 @@ class Registry:
             staging.folder.write(MANIFEST, data)
             staging.folder.sync()
             with self._open(target.parent, create=True) as variants:
-                self._swap_in(staging, variants, target.name)
+                installed = self._swap_in(staging, variants, Installed(target, name, manifest, manifest_digest(data), ()))
                 variants.sync()
             self._retire_others(name, target.name)
-        return Installed(target, name, manifest, manifest_digest(data), ())
+        return installed
 
     def remove(self, name: ModelName) -> bool:
         """Hides the model at once, then unlinks what the store created. False when there is none."""
@@ -294,16 +240,32 @@ class Registry:
         except (msgspec.MsgspecError, UnicodeDecodeError):
             return ("unknown",)  # the mark counts, whatever became of its text
 
-    def _swap_in(self, staging: Staging, variants: Folder, name: str) -> None:
+    def _swap_in(self, staging: Staging, variants: Folder, made: Installed) -> Installed:
         for _ in range(_MAX_SWAPS):
+            present = self._whole(made.folder)
+            if (
+                present is not None
+                and present.manifest.files == made.manifest.files
+                and present.manifest.mode == made.manifest.mode
+            ):
+                return present
             try:
-                self._layer.rename(staging.owner, name, staging.parent.fd, variants.fd)
-                return
+                self._layer.rename(staging.owner, made.folder.name, staging.parent.fd, variants.fd)
+                return made
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                     raise
-            self._retire(variants, name)
+            self._retire(variants, made.folder.name)
         raise OSError(errno.EBUSY, "the model's folder keeps changing")
+
+    def _whole(self, path: Path) -> Installed | None:
+        """The model in that folder, if its manifest can be read and every file has its size."""
+        try:
+            model = self._read(path)
+            sizes = [os.lstat(model.file_path(file)).st_size for file in model.manifest.files]
+        except (OSError, CavectlError):
+            return None
+        return model if not model.damaged and sizes == [file.size for file in model.manifest.files] else None
 
     def _retire_others(self, name: ModelName, keep: str) -> None:
         for folder in list(self._model_folders(self._paths.variants(name))):

@@ -21,8 +21,9 @@ from daemon.store.catalog import CatalogModel, WheelEntry
 from daemon.store.children import ChildResult, run_child
 from daemon.store.files import READ_BYTES, storage_errors
 from daemon.store.partials import Checksum, Partial, WantedFile, hash_mismatch
-from daemon.store.registry import Registry, Staging
+from daemon.store.registry import Registry
 from daemon.store.sources import Plan, Report, in_thread
+from daemon.store.staging import Staging
 from engine.errors import CavectlError
 
 _PIP_OUTPUT_BYTES = 1 << 20
