@@ -2,7 +2,7 @@
 
 Rows with one new token are taken together when their lengths are close (padding at most doubles the work); every other row
 is taken alone and cut to its exact length. Masks are made once per step, not per layer. Slots beyond a row's tokens may hold
-anything, NaN included, so padded values are zeroed: a weight of 0 alone would not silence them.
+anything, NaN included, so padded keys and values are zeroed: a weight of 0 alone would not silence them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from engine.kernels.ops import AttentionRow, LayerCache
 from engine.kernels.reference.cache import dequantise
@@ -29,7 +30,7 @@ class _Bucket:
     pages: Tensor  # int64 [R, M]
     first: int  # slots to drop at the start of the gathered pages, and
     length: int  # how many to keep: L
-    hidden: Tensor | None  # bool [R, 1, n, L]: keys a query must not see; None when all are visible
+    visible: Tensor | None  # bool [R, 1, n, L]: the keys that a query sees; None when it is all of them
     padding: Tensor | None  # bool [R, L]: slots that hold no token of the row; None when there are none
 
 
@@ -57,30 +58,39 @@ def attend(q: Tensor, cache: LayerCache, plan: Plan, spec: AttentionSpec) -> Ten
 
 
 def _attend(q: Tensor, cache: LayerCache, bucket: _Bucket, spec: AttentionSpec) -> Tensor:
-    """q [R * n, Hq, D] -> the same shape. A group of query heads shares its key head without copying it."""
+    """q [R * n, Hq, D] -> the same shape. The query heads of a group become rows of one matrix and share its keys."""
     dtype, rows, groups = compute_dtype(q), bucket.pages.shape[0], spec.heads // spec.kv_heads
     queries = q.to(dtype).view(rows, -1, spec.kv_heads, groups, spec.head_dim).permute(0, 2, 3, 1, 4)
     new = queries.shape[3]
-    k = _gather(cache.k, cache.k_scale, bucket, dtype).transpose(1, 2)
-    v = _gather(cache.v, cache.v_scale, bucket, dtype)
-    if bucket.padding is not None:
-        v = v.masked_fill(bucket.padding[..., None, None], 0)
-    scores = queries.flatten(2, 3) @ k.transpose(2, 3) * spec.scale  # [R, Hk, groups * n, L]
-    if spec.softcap is not None:
-        scores = torch.tanh(scores / spec.softcap) * spec.softcap
-    if bucket.hidden is not None:
-        scores = scores.unflatten(2, (groups, new)).masked_fill_(bucket.hidden[:, :, None], -math.inf).flatten(2, 3)
-    mixed = scores.softmax(-1) @ v.transpose(1, 2)
+    k, v = _gather(cache.k, cache.k_scale, bucket, dtype), _gather(cache.v, cache.v_scale, bucket, dtype)
+    visible = bucket.visible
+    if visible is not None and new > 1:
+        visible = visible.repeat(1, 1, groups, 1)
+    mixed = _weigh(queries.flatten(2, 3), k.transpose(1, 2), v.transpose(1, 2), visible, spec)
     return mixed.unflatten(2, (groups, new)).permute(0, 3, 1, 2, 4).reshape(q.shape).to(q.dtype)
 
 
+def _weigh(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, spec: AttentionSpec) -> Tensor:
+    """q [R, Hk, m, D], k and v [R, Hk, L, D], visible bool [R, 1, m, L] -> [R, Hk, m, D]."""
+    if spec.softcap is None:
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=spec.scale)
+    scores = torch.tanh(q @ k.transpose(2, 3) * (spec.scale / spec.softcap)) * spec.softcap
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -math.inf)
+    return scores.softmax(-1) @ v
+
+
 def _gather(plane: Tensor, scale: Tensor | None, bucket: _Bucket, dtype: torch.dtype) -> Tensor:
-    """[P, B, Hk, D] -> [R, L, Hk, D] in `dtype`."""
-    kept = slice(bucket.first, bucket.first + bucket.length)
-    found = plane[bucket.pages].flatten(1, 2)[:, kept]
-    if scale is None:
-        return found.to(dtype)
-    return dequantise(found, scale[bucket.pages].flatten(1, 2)[:, kept], dtype)
+    """[P, B, Hk, D] -> [R, L, Hk, D] in `dtype`, its padding zeroed."""
+    found = _pages(plane, bucket)
+    found = found.to(dtype) if scale is None else dequantise(found, _pages(scale, bucket), dtype)
+    return found if bucket.padding is None else found.masked_fill_(bucket.padding[..., None, None], 0)
+
+
+def _pages(plane: Tensor, bucket: _Bucket) -> Tensor:
+    """A copy of the bucket's slots: [P, B, ...] -> [R, L, ...]."""
+    found = plane.index_select(0, bucket.pages.flatten()).unflatten(0, bucket.pages.shape).flatten(1, 2)
+    return found[:, bucket.first : bucket.first + bucket.length]
 
 
 def _first_key(row: AttentionRow, window: int | None) -> int:
@@ -102,7 +112,7 @@ def _one(row: AttentionRow, window: int | None, device: torch.device) -> _Bucket
         pages=torch.tensor([pages], device=device),
         first=first % PAGE_TOKENS,
         length=end - first,
-        hidden=None if bool(visible.all()) else ~visible[None, None].to(device),
+        visible=None if bool(visible.all()) else visible[None, None].to(device),
         padding=None,
     )
 
@@ -121,7 +131,7 @@ def _several(rows: Sequence[AttentionRow], window: int | None, device: torch.dev
         pages=torch.tensor([p + [0] * (most - len(p)) for p in pages], device=device),
         first=0,
         length=most * PAGE_TOKENS,
-        hidden=padding[:, None, None],
+        visible=~padding[:, None, None],
         padding=padding,
     )
 
