@@ -5,7 +5,6 @@ Nothing here knows HTTP or the configuration. Every function takes plain file de
 
 from __future__ import annotations
 
-import os
 import resource
 import select
 import socket
@@ -47,8 +46,3 @@ def raise_file_limit(wanted: int) -> int:
             return soft
         return target
     return soft
-
-
-def physical_memory_bytes() -> int:
-    """Installed memory, in bytes."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
