@@ -70,6 +70,13 @@ def _refuse_private(name: object) -> None:
         raise jinja2.exceptions.SecurityError(f"the name {name!r} is private")
 
 
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """The sandbox of jinja2, which alone would render a forbidden attribute as nothing; here it ends the render."""
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
+        raise jinja2.exceptions.SecurityError(f"access to {attribute!r} of a {type(obj).__name__} is not allowed")
+
+
 class _Generation(jinja2.ext.Extension):
     """`{% generation %}...{% endgeneration %}` marks what the model wrote, for training; here it is only its body."""
 
@@ -101,9 +108,7 @@ def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
 
 @lru_cache(maxsize=8)
 def _compile(template: str) -> jinja2.Template:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
     safe_range = environment.globals["range"]
     environment.globals.clear()
     environment.globals.update(
