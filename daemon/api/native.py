@@ -20,6 +20,7 @@ from daemon.api.openai import State
 from daemon.api.readers import Fields
 from daemon.loaded_model import LoadedModel
 from daemon.store import ModelRecord, PullEvent
+from daemon.text.chat_template import ChatTemplate, template_for
 from engine.errors import CavectlError
 
 COMPATIBLE_VERSION = "0.12.0"  # of the API that clients test for
@@ -51,8 +52,11 @@ class Native:
 
     async def show(self, exchange: Exchange) -> None:
         fields = read_fields(exchange, OLLAMA_SHOW)
-        record = await asyncio.to_thread(self._state.store.get, _name(fields))
-        await exchange.json(_shown(record))
+        await exchange.json(await asyncio.to_thread(self._show, _name(fields)))
+
+    def _show(self, name: str) -> dict[str, Any]:
+        record = self._state.store.get(name)
+        return _shown(record, template_for(record.weights, record.info))
 
     async def ps(self, exchange: Exchange) -> None:
         await exchange.json({"models": [_loaded(model) for model in self._state.models.loaded]})
@@ -163,7 +167,7 @@ def _tag(record: ModelRecord) -> dict[str, Any]:
     }
 
 
-def _shown(record: ModelRecord) -> dict[str, Any]:
+def _shown(record: ModelRecord, template: ChatTemplate | None) -> dict[str, Any]:
     info, arch = record.info, record.info.architecture
     facts = {
         "general.architecture": arch,
@@ -179,7 +183,7 @@ def _shown(record: ModelRecord) -> dict[str, Any]:
         "modelfile": f"FROM {record.name}\n",
         "parameters": "",
         "template": "{{ .Prompt }}",  # its real template is Jinja: `chat_template`
-        "chat_template": info.chat_template or "",
+        "chat_template": template.source if template is not None else "",
         "details": _details(record),
         "model_info": {**info.metadata, **facts},
         "capabilities": ["completion"],
