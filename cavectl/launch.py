@@ -103,6 +103,7 @@ def _start(client: Client, settings: Settings, log: Path, deadline: float) -> st
                 return f"the daemon ended with code {ended}"
             time.sleep(_LONGEST_PAUSE_S)
             child = _spawn(log)
+    child.terminate()
     return f"the daemon did not answer within {settings.startup_timeout_s:g} s"
 
 

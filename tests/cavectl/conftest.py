@@ -47,21 +47,21 @@ class Home:
         )
 
 
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
-    folders = {
-        name: tmp_path / name.lower() for name in ("HOME", "XDG_DATA_HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR")
-    }
-    for folder in folders.values():
-        folder.mkdir(mode=0o700)
+def make_home(folder: Path, **environ: str) -> Home:
+    """A user's world in a folder, which must be short enough for a socket's path."""
+    names = ("HOME", "XDG_DATA_HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR")
+    folders = {name: folder / name.lower() for name in names}
+    folders |= {"CAVECTL_DATA_DIR": folder / "data", "CAVECTL_RUNTIME_DIR": folder / "run"}
+    for path in folders.values():
+        path.mkdir(mode=0o700)
     kept = {k: v for k, v in os.environ.items() if k in ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "TMPDIR")}
-    ours = {"CAVECTL_DATA_DIR": tmp_path / "data", "CAVECTL_RUNTIME_DIR": tmp_path / "run", "CAVECTL_SOCKET": tmp_path / "s"}
-    (tmp_path / "data").mkdir()
-    (tmp_path / "run").mkdir(mode=0o700)
-    environ = (
-        kept | {k: str(v) for k, v in (folders | ours).items()} | {"CAVECTL_PORT": "0", "TERM": "xterm", "PYTHONWARNINGS": "error"}
-    )
-    return Home(tmp_path, environ)
+    ours = {"CAVECTL_SOCKET": str(folder / "s"), "CAVECTL_PORT": "0", "TERM": "xterm"}
+    return Home(folder, kept | {k: str(v) for k, v in folders.items()} | ours | environ)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    return make_home(tmp_path, PYTHONWARNINGS="error")
 
 
 @pytest.fixture
