@@ -91,26 +91,28 @@ def _take_turn(turn: BinaryIO, client: Client, deadline: float) -> bool:
 def _start(client: Client, settings: Settings, log: Path, deadline: float) -> str:
     """Start a process and wait until a daemon answers; what went wrong, or "".
 
-    A process that ends while another daemon is there, which is starting or draining, is started again: one of them will answer.
+    While another daemon holds the locks, one that starts or drains, it is waited for: it will answer, or go.
     """
-    child = _spawn(log)
+    child: subprocess.Popen[bytes] | None = None
     for _ in _attempts(deadline):
-        ended = child.poll()
+        ended = child.poll() if child else None
         if answers(client):
             return ""
-        if ended is not None:
-            if not _is_occupied(settings):
+        if running_pid(settings) is None:
+            if ended is not None:
                 return f"the daemon ended with code {ended}"
-            time.sleep(_LONGEST_PAUSE_S)
-            child = _spawn(log)
-    child.terminate()
+            child = child or _spawn(log)
+        elif ended is not None:
+            child = None
+    if child:
+        child.terminate()
     return f"the daemon did not answer within {settings.startup_timeout_s:g} s"
 
 
-def _is_occupied(settings: Settings) -> bool:
-    """Whether the process that last called itself the daemon still exists."""
+def running_pid(settings: Settings) -> int | None:
+    """The process that last called itself the daemon, if it still runs: it may answer, start, drain or hang."""
     pid = record(settings).get("pid")
-    return isinstance(pid, int) and is_alive(pid)
+    return pid if isinstance(pid, int) and pid > 1 and is_alive(pid) and _is_daemon(pid) else None
 
 
 def record(settings: Settings) -> dict[str, Any]:
@@ -143,6 +145,14 @@ def _spawn(log: Path) -> subprocess.Popen[bytes]:
     with log.open("ab") as output:  # what is written before the log is open, and what an interpreter says when it dies
         nothing = subprocess.DEVNULL
         return subprocess.Popen(command, cwd=PACKAGE_ROOT, stdin=nothing, stdout=output, stderr=output, start_new_session=True)
+
+
+def _is_daemon(pid: int) -> bool:
+    """Whether a process is what it was: its number may have passed to another since (Linux; elsewhere True)."""
+    try:
+        return b"daemon" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return True
 
 
 def _attempts(deadline: float) -> Iterator[None]:

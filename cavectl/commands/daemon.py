@@ -55,7 +55,9 @@ def start(environment: Environment) -> None:
 def stop(environment: Environment, *, now: bool) -> None:
     """Stop the daemon, after the requests in flight."""
     _local(environment)
-    pid = _pid(environment)
+    pid = launch.running_pid(environment.settings)
+    if pid is None and launch.answers(environment.client):
+        raise CavectlError("a daemon answers, but left no record of its process", hint="stop it where it was started")
     if pid is None:
         environment.console.note("no daemon runs")
         return
@@ -104,16 +106,6 @@ def _local(environment: Environment) -> None:
         raise InvalidRequest("this command is about the local daemon, and --url names another", hint="leave --url out")
 
 
-def _pid(environment: Environment) -> int | None:
-    """The process id of the daemon that answers; its record is only trusted while one does."""
-    if not launch.answers(environment.client):
-        return None
-    pid = launch.record(environment.settings).get("pid")
-    if not isinstance(pid, int) or pid <= 1:
-        raise CavectlError("a daemon answers, but left no record of its process", hint="stop it where it was started")
-    return pid
-
-
 def _signal_again(pid: int) -> None:
     try:
         os.kill(pid, signal.SIGTERM)
@@ -133,7 +125,8 @@ def _wait_gone(environment: Environment, pid: int) -> None:
 
 def _facts(environment: Environment) -> dict[str, Any]:
     if not launch.answers(environment.client):
-        return {"running": False, "socket": str(environment.settings.socket)}
+        stopping = None if environment.url else launch.running_pid(environment.settings)
+        return {"running": False, "stopping": stopping, "socket": str(environment.settings.socket)}
     client = environment.client
     record = {} if environment.url else launch.record(environment.settings)
     version = client.get("/api/version").get("cavectl")
@@ -142,7 +135,7 @@ def _facts(environment: Environment) -> dict[str, Any]:
 
 def _print_status(console: Console, facts: dict[str, Any]) -> None:
     if not facts["running"]:
-        console.line("not running")
+        console.line(f"not answering: process {facts['stopping']} is starting or stopping" if facts["stopping"] else "not running")
         return
     console.line("running")
     if facts.get("port"):

@@ -137,16 +137,21 @@ def test_serve_runs_in_the_foreground(real: Home) -> None:
 
 
 def test_commands_wait_for_a_daemon_that_drains(real: Home) -> None:
-    """A daemon that is about to go holds its lock; the command starts another one as soon as it can."""
+    """It keeps its locks until a request in flight is done; the next command starts another daemon then."""
     assert real.run("list").returncode == 0
     pid = recorded(real)["pid"]
-    os.kill(pid, signal.SIGTERM)
-    done = real.run("list")
-    assert done.returncode in (0, 4), done.stderr
-    if done.returncode == 4:
-        assert b"shutting down" in done.stderr
-    until(lambda: not launch.is_alive(pid))
-    assert real.run("list").returncode == 0
+    with socket.socket(socket.AF_UNIX) as busy:
+        busy.connect(str(real.socket))
+        busy.sendall(b"POST /api/show HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{")
+        until(lambda: real.run("daemon", "status").returncode == 0)
+        os.kill(pid, signal.SIGTERM)
+        waiting = real.popen("list", "--json")
+        assert launch.is_alive(pid)
+        busy.sendall(b'"a": "b"}')
+        out, error = waiting.communicate(timeout=100)
+    assert (waiting.returncode, error) == (0, b"")
+    assert json.loads(out) == {"models": []}
+    assert recorded(real)["pid"] != pid
 
 
 def test_the_daemon_outlives_the_terminal(real: Home) -> None:
