@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from daemon.text.chat_template import TemplateHost
 from daemon.text.gguf_vocab import read_gguf_vocabulary
 from daemon.text.tokenizer import Tokenizer
 from engine.types import GgufVocabulary
 from engine.weights.gguf import GgufFile
 from engine.weights.gguf_vocabulary import read_vocabulary
+from tests.daemon.text.rendering import Limits
 
 MODELS = "llama_cpp_python-0.3.36/vendor/llama.cpp/models/"
 SEPARATOR = "\n__ggml_vocab_test__\n"
@@ -78,3 +81,21 @@ def vocabulary_tokenizer(vocabulary_name: str, source_package: SourcePackage) ->
     """One after the other, so that only one is in memory."""
     source, model_name = source_package.vocabulary(vocabulary_name)
     yield Tokenizer(read_gguf_vocabulary(source, model_name=model_name))
+
+
+@pytest.fixture(scope="session")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="session")
+def host(runner: asyncio.Runner) -> Iterator[TemplateHost]:
+    """A host with time to spare, for what is not about limits."""
+
+    async def make() -> TemplateHost:
+        return TemplateHost(Limits(), helpers=1)
+
+    host = runner.run(make())
+    yield host
+    runner.run(host.close())

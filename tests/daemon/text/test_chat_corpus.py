@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,22 +62,6 @@ NEED_MORE = {"fireworks-ai-llama-3-firefunction-v2"}  # reads variables that no 
 NOT_RENDERED = object()
 
 
-@pytest.fixture(scope="module")
-def runner() -> Iterator[asyncio.Runner]:
-    with asyncio.Runner() as runner:
-        yield runner
-
-
-@pytest.fixture(scope="module")
-def host(runner: asyncio.Runner) -> Iterator[TemplateHost]:
-    async def make() -> TemplateHost:
-        return TemplateHost(SimpleNamespace(template_timeout_s=30.0, template_memory_bytes=256 << 20), helpers=1)
-
-    host = runner.run(make())
-    yield host
-    runner.run(host.close())
-
-
 def by_transformers(template: str, messages: list[dict[str, Any]], tools: Any, prompt: bool) -> object:
     kept = [{key: value for key, value in message.items() if value is not None} for message in messages]
     try:
@@ -109,6 +91,7 @@ async def by_host(host: TemplateHost, template: str, messages: list[dict[str, An
     return "".join(piece.text for piece in pieces)
 
 
+@pytest.mark.timeout(600)
 def test_every_template_renders_as_transformers_does(
     host: TemplateHost, runner: asyncio.Runner, source_package: SourcePackage
 ) -> None:

@@ -1,318 +1,38 @@
-"""Rendering untrusted templates: the sandbox holds (S12), every render is bounded (S13), a broken one costs only its request."""
+"""Chat templates as the daemon uses them: which one a model has, what it sees, how a last message is continued (row B15)."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
-import signal
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from daemon.text.chat_template import ChatTemplate, TemplateHost, template_for
 from engine.errors import CavectlError
 from engine.types import ModelInfo
+from tests.daemon.text.rendering import USER, error_of, run, text_of
 from tests.fixtures.tiny_tok import CHATML
 
-USER = {"role": "user", "content": "hi"}
 ASSISTANT = {"role": "assistant", "content": "The answer is "}
 
 
-def run(scenario: Callable[[TemplateHost], Awaitable[Any]], *, timeout_s: float = 5.0, helpers: int = 1) -> Any:
-    async def main() -> Any:
-        host = TemplateHost(SimpleNamespace(template_timeout_s=timeout_s, template_memory_bytes=256 << 20), helpers)
-        try:
-            return await scenario(host)
-        finally:
-            await host.close()
-
-    return asyncio.run(main())
-
-
-async def text_of(host: TemplateHost, template: str, messages: list[dict[str, Any]] | None = None, **options: Any) -> str:
-    defaults: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>", "specials": [], "max_output_bytes": 100_000}
-    pieces = await host.render(template, [USER] if messages is None else messages, **(defaults | options))
-    return "".join(piece.text for piece in pieces)
-
-
-async def error_of(host: TemplateHost, template: str, messages: list[dict[str, Any]] | None = None, **options: Any) -> CavectlError:
-    with pytest.raises(CavectlError) as error:
-        await text_of(host, template, messages, **options)
-    assert "\n" not in error.value.message
-    return error.value
-
-
-def pid_of(host: TemplateHost) -> int:
-    [helper] = host._free._queue  # type: ignore[attr-defined]
-    assert helper.pid is not None
-    return helper.pid
-
-
-# --- S12 ---------------------------------------------------------------------------------------------------------------------
-
-ESCAPES = [
-    "{{ ''.__class__ }}",
-    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-    "{{ ''['__class__'] }}{{ ''['__class__']['__mro__'] }}",
-    "{{ messages.__class__ }}",
-    "{{ cycler.__init__.__globals__.os }}",
-    "{{ joiner.__init__.__globals__ }}",
-    "{{ lipsum.__globals__ }}",
-    "{{ lipsum.__globals__['os'].popen('id').read() }}",
-    "{{ namespace.__init__.__globals__ }}",
-    "{{ namespace.mro() }}",
-    "{% set ns = namespace(__class__=1) %}",
-    "{% set ns = namespace(x=1) %}{% set ns._y = 1 %}",
-    "{{ dict.__globals__ }}",
-    "{{ raise_exception.__globals__ }}",
-    "{{ strftime_now.__globals__ }}",
-    "{{ strftime_now.__code__ }}",
-    "{{ self.__init__.__globals__ }}",
-    "{{ self._TemplateReference__context }}",
-    "{{ range.__class__ }}",
-    "{{ ''|attr('__class__')|attr('__mro__') }}",
-    r"{{ ''|attr('\x5f\x5fclass\x5f\x5f')|attr('mro') }}",
-    "{{ ''|attr('_'~'_class_'~'_')|attr('mro') }}",
-    "{{ '{0.__class__.__mro__}'.format('') }}",
-    "{{ '{0.__class__.__init__.__globals__}'|attr('format')(messages) }}",
-    "{% set f = '{0.__class__.__mro__}'.format %}{{ f('') }}",
-    "{{ ['{0.__class__.__mro__}'.format][0]('') }}",
-    "{{ (['{0.__class__.__mro__}']|map('attr', 'format')|first)('') }}",
-    "{{ '{x.__class__.__mro__}'.format_map({'x': 1}) }}",
-    "{{ [messages]|map(attribute='__class__')|first|attr('__mro__') }}",
-    "{{ ([1]|map).__class__ }}{{ ([1]|map).gi_frame.f_globals }}",
-    "{% macro m() %}{% endmacro %}{{ m.__globals__ }}{{ m._func.__globals__ }}",
-    "{{ caller.__globals__.x }}",
-    "{% include '/etc/passwd' %}",
-    "{% import '/etc/passwd' as p %}",
-    "{% from '/etc/passwd' import p %}",
-    "{% extends '/etc/passwd' %}",
-    "{{ messages.append(1) }}",
-    "{{ messages.clear() }}",
-    "{% do messages.append(1) %}",
-    "{{ messages[0].update(role='system') }}",
-    "{{ messages[0].pop('role') }}",
-    "{{ open('/etc/passwd').read() }}",
-    "{{ __import__('os').system('id') }}",
-    "{{ range(10**9)|list|length }}",
-]
-
-
-def test_s12_the_sandbox_holds() -> None:
-    async def scenario(host: TemplateHost) -> None:
-        for template in ESCAPES:
-            error = await error_of(host, template)
-            assert error.code == "template_error", template
-        assert await text_of(host, "{{ messages|length }}") == "1"
-
-    run(scenario)
-
-
-def test_s12_there_are_no_other_globals() -> None:
-    async def scenario(host: TemplateHost) -> None:
-        for name in ("cycler", "joiner", "lipsum", "config", "request", "os", "open", "eval"):
-            assert await text_of(host, f"{{{{ {name} is defined }}}}") == "False", name
-        for name in ("range", "dict", "namespace", "raise_exception", "strftime_now"):
-            assert await text_of(host, f"{{{{ {name} is callable }}}}") == "True"
-
-    run(scenario)
-
-
-def test_s12_a_template_is_refused_wherever_it_comes_from(tmp_path: Path) -> None:
-    evil = "{{ ''.__class__.__mro__ }}"
-    folders = [tmp_path / "jinja", tmp_path / "config", tmp_path / "named"]
-    for folder in folders:
-        folder.mkdir()
-    (folders[0] / "chat_template.jinja").write_text(evil)
-    (folders[1] / "tokenizer_config.json").write_text(json.dumps({"chat_template": evil}))
-    (folders[2] / "tokenizer_config.json").write_text(json.dumps({"chat_template": [{"name": "default", "template": evil}]}))
-    found = [template_for(folder, info("safetensors")) for folder in folders]
-    found.append(template_for(tmp_path / "m.gguf", info("gguf", evil)))
-
-    async def scenario(host: TemplateHost) -> None:
-        for template in found:
-            assert template == ChatTemplate(evil)
-            assert (await error_of(host, template)).code == "template_error"
-
-    run(scenario)
-
-
-# --- S13 ---------------------------------------------------------------------------------------------------------------------
-
-SLOW = [
-    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "{{ 10**(10**9) }}",
-    "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(50) }}",
-]
-LARGE = [
-    "{{ 'a' * 10**9 }}",
-    "{{ ('a' * 10**8) ~ ('b' * 10**8) ~ ('c' * 10**8) }}",
-    "{{ [0] * 10**9 }}",
-    "{{ '%0999999999d'|format(1) }}",
-    "{{ '{:0999999999d}'.format(1) }}",
-    "{{ 'a'|center(999999999) }}",
-    "{{ 'a' * 200000 }}",
-    "{% for a in range(99999) %}0123456789{% endfor %}",
-    "{% set ns = namespace(x='ab') %}{% for a in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
-    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-    "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
-    "{% if 1 %}" * 3000,
-]
-
-
-async def worst_pause(stop: asyncio.Event) -> float:
-    """The longest the event loop kept a ping waiting."""
-    worst = 0.0
-    while not stop.is_set():
-        before = time.perf_counter()
-        await asyncio.sleep(0.005)
-        worst = max(worst, time.perf_counter() - before - 0.005)
-    return worst
-
-
-async def pinged(host: TemplateHost, templates: list[str], messages: list[dict[str, Any]]) -> tuple[list[str], float]:
-    stop = asyncio.Event()
-    ping = asyncio.create_task(worst_pause(stop))
-    codes = [(await error_of(host, template, messages)).code for template in templates]
-    stop.set()
-    return codes, await ping
-
-
-@pytest.mark.timing
-def test_s13_endless_templates_are_killed_and_the_loop_stays_awake() -> None:
-    async def scenario(host: TemplateHost) -> None:
-        await host.warm()
-        started = time.perf_counter()
-        codes, worst = await pinged(host, SLOW, [USER])
-        assert codes == ["template_timeout"] * len(SLOW)
-        assert time.perf_counter() - started < len(SLOW) * 2
-        assert worst < 0.1
-        assert await text_of(host, "{{ messages[0].content }}") == "hi"
-
-    run(scenario, timeout_s=1.0)
-
-
-@pytest.mark.timing
-def test_s13_large_templates_are_refused_and_the_loop_stays_awake() -> None:
-    async def scenario(host: TemplateHost) -> None:
-        await host.warm()
-        codes, worst = await pinged(host, LARGE, [USER])
-        assert set(codes) <= {"template_error", "template_timeout"}
-        assert worst < 0.1
-        assert await text_of(host, "{{ messages[0].content }}") == "hi"
-
-    run(scenario)
-
-
-@pytest.mark.timing
-def test_s13_a_message_of_ten_megabytes() -> None:
-    async def scenario(host: TemplateHost) -> None:
-        await host.warm()
-        messages = [{"role": "user", "content": "a<b" * 3_500_000}]
-        template = "{{ messages[0].content|replace('a', 'xyz' * 50)|replace('b', messages[0].content) }}"
-        codes, worst = await pinged(host, [template], messages)
-        assert set(codes) <= {"template_error", "template_timeout"}
-        assert worst < 0.1
-
-    run(scenario, timeout_s=1.0)
-
-
-def test_s13_output_is_capped_to_the_byte() -> None:
-    async def scenario(host: TemplateHost) -> None:
-        assert await text_of(host, "{{ 'é' * 50 }}", max_output_bytes=100) == "é" * 50
-        error = await error_of(host, "{{ 'é' * 50 }}x", max_output_bytes=100)
-        assert error.message == "the chat template failed: the template renders more than 100 bytes"
-
-    run(scenario)
-
-
-@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "chat_template", "tokenize", "bos_token", "x"])
-def test_s13_a_request_sets_only_listed_variables(name: str) -> None:
-    async def scenario(host: TemplateHost) -> None:
-        error = await error_of(host, "{{ 1 }}", extra={name: True})
-        assert (error.code, name in error.message) == ("invalid_request", True)
-        assert await text_of(host, "{{ enable_thinking }}", extra={"enable_thinking": False}) == "False"
-
-    run(scenario)
-
-
-def test_a_helper_killed_in_mid_render_costs_its_request_alone() -> None:
-    async def scenario(host: TemplateHost) -> None:
-        assert await text_of(host, "{{ 1 }}") == "1"
-        pid = pid_of(host)
-        failing = asyncio.create_task(error_of(host, SLOW[0]))
-        await asyncio.sleep(0.1)
-        os.kill(pid, signal.SIGKILL)
-        assert (await failing).code == "template_error"
-        assert await text_of(host, "{{ 2 }}") == "2"
-        assert pid_of(host) != pid
-
-    run(scenario)
-
-
-def test_a_helper_killed_between_renders_is_replaced() -> None:
-    async def scenario(host: TemplateHost) -> None:
-        await host.warm()
-        os.kill(pid_of(host), signal.SIGKILL)
-        await asyncio.sleep(0.2)
-        assert await text_of(host, "{{ 2 }}") == "2"
-
-    run(scenario)
-
-
-def test_a_cancelled_render_does_not_answer_the_next_one() -> None:
-    async def scenario(host: TemplateHost) -> None:
-        slow = asyncio.create_task(text_of(host, SLOW[0]))
-        await asyncio.sleep(0.3)
-        slow.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await slow
-        assert await text_of(host, "{{ 3 }}") == "3"
-
-    run(scenario)
-
-
-def test_two_renders_run_side_by_side() -> None:
-    async def scenario(host: TemplateHost) -> None:
-        await host.warm()
-        slow = asyncio.create_task(error_of(host, SLOW[0]))
-        await asyncio.sleep(0.05)
-        assert await text_of(host, "{{ 4 }}") == "4"
-        assert not slow.done()
-        assert (await slow).code == "template_timeout"
-
-    run(scenario, timeout_s=2.0, helpers=2)
-
-
-def test_a_helper_ends_with_its_host() -> None:
-    pids: list[int] = []
-
-    async def scenario(host: TemplateHost) -> None:
-        await host.warm()
-        pids.append(pid_of(host))
-
-    run(scenario)
-    with pytest.raises(ProcessLookupError):
-        os.kill(pids[0], 0)
-
-
-def test_a_helper_has_no_environment_and_its_limits() -> None:
-    async def scenario(host: TemplateHost) -> None:
-        await host.warm()
-        status = Path(f"/proc/{pid_of(host)}")
-        if status.is_dir():
-            names = {entry.partition(b"=")[0] for entry in (status / "environ").read_bytes().split(b"\0") if entry}
-            assert names <= {b"LANG", b"LC_ALL", b"TZ", b"LC_CTYPE"}
-            limits = (status / "limits").read_text()
-            assert f"Max address space         {256 << 20}" in limits
-            assert "Max file size             0" in limits
-
-    run(scenario)
+def info(form: str, template: str | None = None) -> ModelInfo:
+    return ModelInfo(
+        format=form,  # type: ignore[arg-type]
+        architecture="llama",
+        name="",
+        parameters=0,
+        weight_bytes=0,
+        quantization="F32",
+        context_tokens=16,
+        embedding_length=8,
+        layers=1,
+        vocab_size=320,
+        config={},
+        metadata={},
+        chat_template=template,
+    )
 
 
 # --- continuing the last message (row B15) ------------------------------------------------------------------------------------
@@ -390,24 +110,6 @@ def test_time_is_the_clock_of_the_place() -> None:
 # --- which template a model has ----------------------------------------------------------------------------------------------
 
 
-def info(form: str, template: str | None = None) -> ModelInfo:
-    return ModelInfo(
-        format=form,  # type: ignore[arg-type]
-        architecture="llama",
-        name="",
-        parameters=0,
-        weight_bytes=0,
-        quantization="F32",
-        context_tokens=16,
-        embedding_length=8,
-        layers=1,
-        vocab_size=320,
-        config={},
-        metadata={},
-        chat_template=template,
-    )
-
-
 def test_a_file_of_its_own_comes_before_the_configuration(tmp_path: Path) -> None:
     assert template_for(tmp_path, info("safetensors")) is None
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "config", "other": 1}')
@@ -422,6 +124,26 @@ def test_named_templates_are_picked_by_what_a_request_brings(tmp_path: Path) -> 
     template = template_for(tmp_path, info("safetensors"))
     assert template is not None
     assert (template.pick(None), template.pick([]), template.pick([{}])) == ("plain", "plain", "tools")
+
+
+def test_s12_a_template_is_refused_wherever_it_comes_from(tmp_path: Path) -> None:
+    evil = "{{ ''.__class__.__mro__ }}"
+    folders = [tmp_path / "jinja", tmp_path / "config", tmp_path / "named"]
+    for folder in folders:
+        folder.mkdir()
+    (folders[0] / "chat_template.jinja").write_text(evil)
+    (folders[1] / "tokenizer_config.json").write_text(json.dumps({"chat_template": evil}))
+    (folders[2] / "tokenizer_config.json").write_text(json.dumps({"chat_template": [{"name": "default", "template": evil}]}))
+    found = [template_for(folder, info("safetensors")) for folder in folders]
+    found.append(template_for(tmp_path / "m.gguf", info("gguf", evil)))
+
+    async def scenario(host: TemplateHost) -> None:
+        for template in found:
+            assert template is not None
+            assert template.source == evil
+            assert (await error_of(host, template)).code == "template_error"
+
+    run(scenario)
 
 
 @pytest.mark.parametrize("config", ["{", '{"chat_template": 5}', '{"chat_template": "' + "a" * (1 << 20) + 'a"}'])

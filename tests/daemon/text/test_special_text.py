@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,22 +41,6 @@ def chat_of(text: str) -> dict[str, Any]:
         "function": {"name": text, "description": text, "parameters": {"properties": {text: {"enum": [text]}}}},
     }
     return {"messages": [message, parts], "tools": [tool], "extra": {"documents": [{"title": text, "text": text}]}}
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[asyncio.Runner]:
-    with asyncio.Runner() as runner:
-        yield runner
-
-
-@pytest.fixture(scope="module")
-def host(runner: asyncio.Runner) -> Iterator[TemplateHost]:
-    async def make() -> TemplateHost:
-        return TemplateHost(SimpleNamespace(template_timeout_s=30.0, template_memory_bytes=256 << 20), helpers=1)
-
-    host = runner.run(make())
-    yield host
-    runner.run(host.close())
 
 
 def control_ids(tokenizer: Tokenizer, pieces: list[Piece]) -> list[int]:

@@ -179,7 +179,7 @@ def test_earlier_messages_are_encoded_once() -> None:
     tokenizer = tiny()
     encoded: list[str] = []
     encode_texts = tokenizer._encode_texts
-    tokenizer._encode_texts = lambda texts, opens: (encoded.extend(texts), encode_texts(texts, opens))[1]  # type: ignore[method-assign]
+    tokenizer._encode_texts = lambda texts, opens: (encoded.extend(texts), encode_texts(texts, opens))[1]
     chat = "<|im_start|>user\nwhy?<|im_end|>"
     first = tokenizer.encode(chat, add_special=False, parse_special=True)
     more = tokenizer.encode(chat + "<|im_start|>the sky<|im_end|>", add_special=False, parse_special=True)
