@@ -19,7 +19,8 @@ NO_PAGE = -1  # in a window group: a page that fell out of the window and was gi
 class SamplingSlot(msgspec.Struct, frozen=True, kw_only=True):
     """State that an executor keeps for one sampled sequence from the step that opens the slot to the one that closes it.
 
-    After a preemption a slot is opened again with the output so far; the executor appends each token it samples.
+    After a preemption or a failed step a slot is opened again with the output so far: opening an open slot replaces its state,
+    closing a closed one does nothing. The executor appends each token it samples.
     """
 
     slot: int
@@ -40,14 +41,14 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sampling: int = -1  # sampling slot: draw one token after the last of `tokens`; -1: do not sample
     adapter: int = 0
     mask: bytes | None = None  # grammar bitset over the vocabulary, bit set = allowed
-    tree: list[int] | None = None  # draft tree: parent index of each token, -1 = the last plain token
+    tree: list[int] | None = None  # the last len(tree) tokens are drafts: each one's parent among them, -1 = the last plain token
 
 
 class StepInputs(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     rows: list[Row]
     opened: list[SamplingSlot] = []
-    closed: list[int] = []
+    closed: list[int] = []  # before `opened`: a slot in both is the new one
     copies: list[tuple[int, int, int]] = []  # (group, source page, target page), done before the step: copy on write
 
 

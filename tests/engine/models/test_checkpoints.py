@@ -5,6 +5,7 @@ B32: at 0, L - 1, L, 2 L and 4 L, with L the original context; here every positi
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from transformers import LlamaConfig, MistralConfig, PreTrainedModel
 from engine.runtime.batch import PAGE_TOKENS, Row, SamplingSlot, StepInputs
 from engine.types import SamplingParams
 from tests.engine.models.checkpoints import SIZES, load, logits, make, oracle
+from tests.fixtures.gguf_writer import byte_vocabulary, gguf_bytes, llama3_factors, llama_gguf, tensor_row
+from tests.fixtures.tiny_rand import TinyRand, oracle_logits, tiny_rand
 
 L = 64
 LONG = {"short_factor": [1.0 + i / 8 for i in range(8)], "long_factor": [2.0 + i for i in range(8)]}
@@ -118,6 +121,33 @@ def test_b33_mistral_window_of_eight(prompt: int, chunk: int, tmp_path: Path) ->
     expected = oracle(model, whole)
     assert whole[prompt:] == expected[prompt - 1 : -1].argmax(-1).tolist()
     assert (logits(executor, whole, chunk) - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("options", [{}, {"tied": True}, {"window": 8}, {"attention_bias": True, "mlp_bias": True}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_b39_gguf_and_folder_give_the_same_bits(options: dict[str, Any], dtype: torch.dtype, tmp_path: Path) -> None:
+    model = tiny_rand(2, dtype=dtype, **options)
+    model = TinyRand(model.config, {n: t if t.dim() > 1 else t.float() for n, t in model.tensors.items()})
+    gguf = tmp_path / "tiny.gguf"
+    gguf.write_bytes(gguf_bytes(llama_gguf(model.config, model.tensors, byte_vocabulary(320))))
+    folder = model.save(tmp_path / "folder", shards=2)
+    given = tokens(60)
+    a, b = (logits(load(path, None)[1], given) for path in (gguf, folder))
+    assert torch.equal(a, b)
+    torch.testing.assert_close(a.double(), oracle_logits(model, given), atol=2e-4, rtol=0)
+
+
+def test_b39_llama3_scaling_in_a_gguf(tmp_path: Path) -> None:
+    """There the scaling is a tensor of float32 divisors, so the frequencies are off by 1e-7."""
+    scaling = {**(ROPES["llama3"] or {})}
+    model = tiny_rand(2, rope=scaling)
+    layout = llama_gguf(model.config, model.tensors, byte_vocabulary(320))
+    factors = tensor_row("rope_freqs.weight", llama3_factors(16, 10000.0, scaling))
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(gguf_bytes(replace(layout, tensors=(*layout.tensors, factors))))
+    given = tokens(4 * L)
+    got = logits(load(path, None)[1], given)
+    assert (got - oracle_logits(model, given)).abs().max() < 1e-4
 
 
 def test_mistral_without_a_window(tmp_path: Path) -> None:
