@@ -125,7 +125,7 @@ class TemplateHost:
     async def _exchange(self, frame: bytes) -> bytes:
         helper = await self._free.get()
         try:
-            await helper.start()
+            await _started(helper)
             return await asyncio.wait_for(helper.exchange(frame), self._limits.template_timeout_s)
         except TimeoutError as error:
             await helper.stop()
@@ -141,6 +141,13 @@ class TemplateHost:
             raise
         finally:
             self._free.put_nowait(helper)
+
+
+async def _started(helper: _Helper) -> None:
+    try:
+        await helper.start()
+    except (OSError, EOFError) as error:  # among them: out of time, out of file descriptors, ended at once
+        raise CavectlError("the process that renders chat templates does not start", code="template_error") from error
 
 
 _TEMPLATE_HINT = "the template comes with the model; raw completion does not need it"
@@ -173,8 +180,12 @@ class _Helper:
             stderr=asyncio.subprocess.DEVNULL,
             env={key: value for key, value in os.environ.items() if key in ("TZ", "LANG", "LC_ALL")},
         )
-        async with asyncio.timeout(START_TIMEOUT_S):
-            await self._read_frame()
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await self._read_frame()
+        except BaseException:  # cancelled too: the helper's first frame is still to come
+            await asyncio.shield(self.stop())
+            raise
 
     async def exchange(self, frame: bytes) -> bytes:
         assert self._process is not None and self._process.stdin is not None

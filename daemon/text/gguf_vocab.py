@@ -38,7 +38,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 
 def read_gguf_vocabulary(source: GgufVocabulary, *, model_name: str = "", pre_tokenizer: str | None = None) -> Vocabulary:
-    """`pre_tokenizer` overrides the name in the file. Raises `corrupt_file`, or `unsupported_tokenizer` with the name.
+    """`pre_tokenizer` stands in for a name that is missing or unknown. Raises `corrupt_file`, or `unsupported_tokenizer` with it.
 
     `model_name` matters for one family: GGUF does not say that Phi-3's markers take the white space after them.
     """
@@ -47,7 +47,7 @@ def read_gguf_vocabulary(source: GgufVocabulary, *, model_name: str = "", pre_to
     add_bos = source.model == "llama"
     match source.model:
         case "gpt2":
-            split = word_split(source.pre if pre_tokenizer is None else pre_tokenizer)
+            split = word_split(source.pre, pre_tokenizer)
             add_bos = split.add_bos
             encoder = _byte_level(source, control, split)
             token_bytes = bytes_of_letters(source.tokens)

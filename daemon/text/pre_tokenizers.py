@@ -31,17 +31,15 @@ class WordSplit:
         return Sequence(parts)
 
 
-def word_split(name: str) -> WordSplit:
-    """Raises `unsupported_tokenizer` for a name that is not in the table."""
+def word_split(name: str, instead: str | None = None) -> WordSplit:
+    """`instead` is read in place of a name that is missing or not in the table; else `unsupported_tokenizer` is raised."""
     for names, split in _TABLE:
         if name in names.split():
             return split
+    if instead is not None and instead != name:
+        return word_split(instead)
     label = f'pre-tokenizer "{name}" is not supported' if name else "the file names no pre-tokenizer (tokenizer.ggml.pre)"
-    raise CavectlError(
-        label,
-        code="unsupported_tokenizer",
-        hint="use a newer conversion of the model, or name a known pre-tokenizer that cuts text the same way (pre_tokenizer)",
-    )
+    raise CavectlError(label, code="unsupported_tokenizer", hint="use a conversion of the model that names a known one")
 
 
 def names() -> list[str]:

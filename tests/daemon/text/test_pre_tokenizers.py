@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from daemon.text.gguf_vocab import read_gguf_vocabulary
@@ -33,7 +34,7 @@ def vocabulary(source_package: SourcePackage) -> GgufVocabulary:
 def split_ids(request: pytest.FixtureRequest, vocabulary: GgufVocabulary) -> tuple[list[str], list[list[int]]]:
     """The names that cut alike, and the ids of all texts under the first of them: merging is the same for all."""
     alike = [name for name in names() if word_split(name).patterns == request.param]
-    tokenizer = Tokenizer(read_gguf_vocabulary(vocabulary, pre_tokenizer=alike[0]))
+    tokenizer = Tokenizer(read_gguf_vocabulary(msgspec.structs.replace(vocabulary, pre=alike[0])))
     return alike, [tokenizer.encode(text, add_special=False, parse_special=False) for text in TEXTS]
 
 
@@ -55,6 +56,13 @@ def test_an_unknown_name_is_refused_by_name() -> None:
         word_split("superbpe")
     assert error.value.code == "unsupported_tokenizer"
     assert '"superbpe"' in error.value.message
+
+
+def test_another_name_stands_in_for_an_unknown_one_only() -> None:
+    assert word_split("superbpe", "gpt-2") == word_split("", "gpt-2") == word_split("gpt-2")
+    assert word_split("qwen2", "gpt-2") == word_split("qwen2")
+    with pytest.raises(CavectlError, match='"no such"'):
+        word_split("superbpe", "no such")
 
 
 def test_only_listed_patterns_are_compiled() -> None:

@@ -262,3 +262,25 @@ def test_a_helper_has_no_environment_and_its_limits() -> None:
             assert "Max file size             0" in limits
 
     run(scenario)
+
+
+def test_a_helper_whose_start_was_cancelled_starts_anew() -> None:
+    async def scenario(host: TemplateHost) -> None:
+        warming = asyncio.create_task(host.warm())
+        await asyncio.sleep(0.02)
+        warming.cancel()
+        await asyncio.gather(warming, return_exceptions=True)
+        assert await text_of(host, "{{ 5 }}") == "5"
+
+    run(scenario)
+
+
+def test_a_helper_that_does_not_start_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("daemon.text.chat_template.WORKER", tmp_path / "missing.py")
+
+    async def scenario(host: TemplateHost) -> None:
+        for _ in range(2):
+            error = await error_of(host, "{{ 1 }}")
+            assert error.message == "the process that renders chat templates does not start"
+
+    run(scenario)
