@@ -62,15 +62,13 @@ class _Bars:
     def __init__(self, colour: bool) -> None:
         from rich.console import Console as RichConsole
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+        from rich.table import Column
 
-        columns = (
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-        )
-        self.progress: Progress = Progress(*columns, console=RichConsole(stderr=True, no_color=not colour))
+        # On a narrow terminal the name gives way; the figures stay whole.
+        name = TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
+        figures = [kind(table_column=Column(no_wrap=True)) for kind in (DownloadColumn, TransferSpeedColumn, TimeRemainingColumn)]
+        console = RichConsole(stderr=True, no_color=not colour)
+        self.progress: Progress = Progress(name, BarColumn(bar_width=16), *figures, console=console, expand=True)
         self._tasks: dict[str, TaskID] = {}
         self._status = ""
 
