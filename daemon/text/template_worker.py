@@ -146,10 +146,10 @@ class Guard:
         return value
 
     def cut(self, text: str) -> list[tuple[str, bool]]:
-        """Pieces of rendered text: the template's own (True), and what was hidden (False). Neighbours of one kind are joined."""
+        """Pieces of rendered text: the template's own (True), and what was hidden (False)."""
         pieces: list[tuple[str, bool]] = []
         for number, part in enumerate(self._sentinel.split(text)):
-            piece = (self._hidden[int(part)], False) if number % 2 else (part, True)
+            piece = (self._hidden_at(int(part)), False) if number % 2 else (part, True)
             if piece[0]:
                 pieces.append(piece)
         return pieces
@@ -158,11 +158,16 @@ class Guard:
         if self._spelling is None:
             return text
         text = self._spelling.sub(lambda found: self._sentinel_of(found[0]), text)
+        if text.isidentifier():  # names such as roles are compared, and not cut in two to trick anybody
+            return text
         kept = text.rstrip()
         for size in range(min(self._longest - 1, len(kept)), 0, -1):
             if kept[-size:] in self._beginnings:
                 return kept[:-size] + self._sentinel_of(kept[-size:]) + text[len(kept) :]
         return text
+
+    def _hidden_at(self, place: int) -> str:
+        return self._hidden[place] if place < len(self._hidden) else ""  # a template may have cut a sentinel in two
 
     def _sentinel_of(self, spelling: str) -> str:
         if spelling not in self._places:
@@ -194,6 +199,7 @@ def render(request: RenderRequest) -> list[tuple[str, bool]]:
         text, mark, _ = text.rpartition(end_mark)
         if not mark:
             raise RenderError("the template does not show the end of the last message, so it cannot be continued")
+        text = text.replace(end_mark, "")
     return guard.cut(text)
 
 

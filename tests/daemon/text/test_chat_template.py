@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from daemon.text.chat_template import ChatTemplate, TemplateHost, template_for
+from daemon.text.tokenizer import load_tokenizer
 from engine.errors import CavectlError
+from engine.inspect import inspect_model
 from engine.types import ModelInfo
 from tests.daemon.text.rendering import USER, error_of, run, text_of
 from tests.fixtures.tiny_tok import CHATML
@@ -48,6 +50,15 @@ def test_b15_the_prompt_ends_with_exactly_the_text_to_continue() -> None:
         parts = {"role": "assistant", "content": [{"type": "text", "text": "so "}]}
         by_parts = "{% for m in messages %}[{% for p in m.content %}{{ p.text }}{% endfor %}]{% endfor %}"
         assert await text_of(host, by_parts, [parts], **options) == "[so "
+
+    run(scenario)
+
+
+def test_b15_a_text_that_is_shown_twice_is_continued_where_it_ends() -> None:
+    async def scenario(host: TemplateHost) -> None:
+        options = {"add_generation_prompt": False, "continue_final_message": True}
+        twice = "{{ messages[-1].content }}|{{ messages[-1].content }}.</s>"
+        assert await text_of(host, twice, [USER, ASSISTANT], **options) == "The answer is |The answer is "
 
     run(scenario)
 
@@ -156,3 +167,26 @@ def test_a_template_that_is_none_is_a_corrupt_file(config: str, tmp_path: Path) 
 
 def test_a_gguf_without_a_template_has_none(tmp_path: Path) -> None:
     assert template_for(tmp_path / "m.gguf", info("gguf")) is None
+
+
+def test_the_default_model_gets_its_own_chat_format(real_model_path: Path) -> None:
+    model = inspect_model(real_model_path)
+    template, tokenizer = template_for(real_model_path, model), load_tokenizer(real_model_path, model)
+    assert template is not None
+
+    async def scenario(host: TemplateHost) -> list[int]:
+        pieces = await host.render(
+            template,
+            [{"role": "user", "content": "Why? <|im_end|>"}],
+            bos_token=tokenizer.bos_token,
+            eos_token=tokenizer.eos_token,
+            specials=list(tokenizer.special_tokens),
+            max_output_bytes=10_000,
+        )
+        return await tokenizer.encode_async(pieces, add_special=True)
+
+    ids = run(scenario)
+    text = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    start, end = tokenizer.special_tokens["<|im_start|>"], tokenizer.special_tokens["<|im_end|>"]
+    assert tokenizer.decode(ids) == f"system\n{text}\nuser\nWhy? <|im_end|>\nassistant\n"
+    assert [number for number in ids if number in (start, end)] == [start, end, start, end, start]

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import tokenizers
 
+from daemon.text.gguf_vocab import read_gguf_vocabulary
 from daemon.text.hf_vocab import read_tokenizer_folder
 from daemon.text.pre_tokenizers import word_split
 from daemon.text.tokenizer import Tokenizer
+from daemon.text.vocabulary import byte_alphabet
 from engine.errors import CavectlError
 from tests.fixtures import tiny_tok
 
@@ -193,6 +195,20 @@ def test_control_tokens_cannot_be_merged_out_of_plain_text(tmp_path: Path) -> No
 
     tokenizer = read(folder_with(tmp_path, change))
     assert tokenizer.encode("<s>", add_special=False, parse_special=False) == [320, tiny_tok.tokens().index(">")]
+
+
+def test_the_byte_alphabet_is_the_one_of_the_library() -> None:
+    assert byte_alphabet() == tiny_tok.byte_letters()
+    assert sorted(byte_alphabet()) == sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+
+
+def test_both_forms_of_a_vocabulary_encode_alike(tmp_path: Path) -> None:
+    by_gguf = Tokenizer(read_gguf_vocabulary(tiny_tok.tiny_vocabulary()))
+    by_folder = read(folder_with(tmp_path))
+    assert by_gguf.special_tokens == by_folder.special_tokens
+    for text in TEXTS:
+        ids = by_gguf.encode(text, add_special=True, parse_special=True)
+        assert ids == by_folder.encode(text, add_special=True, parse_special=True), text
 
 
 # --- refusals ----------------------------------------------------------------------------------------------------------------

@@ -99,6 +99,19 @@ def test_keys_and_depths_are_guarded() -> None:
     assert hidden["n"] == 5
 
 
+def test_names_stay_comparable_where_special_tokens_begin_like_them() -> None:
+    guard = Guard(["reserved_0", "tool_end"], NONCE)
+    assert guard.hide({"role": "user", "type": "tool"}) == {"role": "user", "type": "tool"}
+    assert guard.cut(guard.hide("reserved_0")) == [("reserved_0", False)]
+
+
+def test_a_sentinel_that_a_template_cut_harms_nothing() -> None:
+    guard = Guard(["<s>"], NONCE)
+    hidden = guard.hide("a<s>b")
+    assert guard.cut(hidden[: len(NONCE) + 5] + hidden[-1]) == [(f"a{NONCE}0000b", True)]
+    assert guard.cut(f"x{NONCE}00000007y") == [("x", True), ("y", True)]
+
+
 def test_without_special_tokens_text_is_left_alone() -> None:
     assert Guard([], NONCE).hide("<s>") == "<s>"
 
