@@ -103,6 +103,7 @@ class Partial:
         self.wanted = wanted
         self.meta = meta
         self.resumed = False
+        self.locked = not try_lock(self._folder.fd)  # by a process that is not seen from here
         self.size = 0  # bytes hashed and, but for the page cache, on disk
         self._digester = Digester(wanted)
 
@@ -124,14 +125,11 @@ class Partial:
         return self._folder.fd
 
     def adopt_existing(self) -> bool:
-        """Opens what an earlier process left; False when there is nothing usable or another process has it locked."""
+        """Opens what an earlier process left; False when there is nothing usable."""
         try:
             self._fd = self._layer.open_file(DATA, self._folder.fd, os.O_RDWR)
             found = check_regular(self._fd)
         except OSError:
-            self._close_data()
-            return False
-        if not try_lock(self._fd):
             self._close_data()
             return False
         whole = found.st_size == self.wanted.size
@@ -151,7 +149,6 @@ class Partial:
         if self._folder.stat(DATA) is not None:
             self._layer.unlink(DATA, self._folder.fd)
         self._fd = self._layer.create(DATA, self._folder.fd)
-        try_lock(self._fd)
         self.resumed = False
         self._reset_hash()
 
@@ -264,9 +261,12 @@ class Partials:
             return None
         meta = _read_meta(folder, mine) or PartialMeta(model=model.display, file=wanted.name)
         partial = Partial(self._layer, folder.descend(()), mine, wanted, meta)
-        if partial.adopt_existing():
+        if partial.locked:  # alive in another container after all
+            partial.release()
+        elif partial.adopt_existing():
             return partial
-        partial.release()  # unusable, or alive in another container after all
+        else:
+            partial.drop()
         return None
 
     def _begin(self, folder: Folder, wanted: WantedFile, model: ModelName) -> Partial:
@@ -289,11 +289,14 @@ class Partials:
 
     def _collect_one(self, folder: Folder, entry: str, older_than_s: float) -> int:
         size, touched = _data_bytes(folder, entry), _touched(folder, entry)
-        if time.time() - touched < older_than_s:
+        if time.time() - touched < older_than_s and not _is_worthless(folder, entry):
             return 0
         mine = f"{entry.partition('~')[0]}~{new_owner()}"
         try:
-            self._layer.rename(entry, mine, folder.fd, folder.fd)  # from here on nobody can resume it
+            with folder.open(entry) as inner:
+                if not try_lock(inner.fd):
+                    return 0
+                self._layer.rename(entry, mine, folder.fd, folder.fd)  # from here on nobody can resume it
             folder.remove_tree(mine)
         except OSError:
             return 0
@@ -313,6 +316,16 @@ def _data_bytes(folder: Folder, entry: str) -> int:
     except OSError:
         return 0
     return found.st_size if found else 0
+
+
+def _is_worthless(folder: Folder, entry: str) -> bool:
+    """No bytes, or bytes that a model or the cache they came from has too."""
+    try:
+        with folder.open(entry) as inner:
+            found = inner.stat(DATA)
+    except OSError:
+        return False
+    return found is None or found.st_size == 0 or found.st_nlink > 1
 
 
 def _touched(folder: Folder, entry: str) -> float:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from daemon.store.files import FileLayer, Folder, open_root, storage_errors
+from daemon.store.files import FileLayer, Folder, open_root, storage_error, storage_errors
 from daemon.store.manifests import (
     MAX_INFO_BYTES,
     MAX_MANIFEST_BYTES,
@@ -90,7 +90,7 @@ class Registry:
                 found.append(model)
         if not found and broken is not None:
             hint = f"cavectl pull {name} repairs it; files that hash right are not fetched again"
-            raise CorruptFile(f"{name}: {broken.message}", hint=hint)
+            raise CavectlError(f"{name}: {broken.message}", hint=hint, code=broken.code)
         return max(found, key=lambda model: (model.manifest.created, model.digest), default=None)
 
     def all(self) -> list[Installed]:
@@ -116,10 +116,9 @@ class Registry:
                 if key in self._recent:
                     return self._recent[key]
                 data = folder.read(INFO, MAX_INFO_BYTES)
-            except OSError as error:
-                raise CorruptFile(
-                    f"{model.name}: the model facts cannot be read", hint=f"cavectl verify {model.name} writes them anew"
-                ) from error
+            except FileNotFoundError as error:
+                hint = f"cavectl verify {model.name} writes them anew"
+                raise CorruptFile(f"{model.name}: the model facts are missing", hint=hint) from error
         info = decode_info(data, vocabulary=vocabulary)
         if key is not None:
             self._recent = {**dict(list(self._recent.items())[1 - _RECENT :]), key: info}  # one assignment: readers may be threads
@@ -226,7 +225,7 @@ class Registry:
                 data = folder.read(MANIFEST, MAX_MANIFEST_BYTES)
                 damaged = self._read_damaged(folder)
         except OSError as error:
-            raise CorruptFile(f"the manifest cannot be read: {error.strerror}") from error
+            raise storage_error(error, "read the manifest") from error
         manifest, name = decode_manifest(data)
         if self._paths.model(name, manifest.revision) != path:
             raise CorruptFile("the manifest is of another folder")
@@ -292,19 +291,26 @@ class Registry:
         """Unlinks what the folder's manifest names, the manifest last; anything else is kept aside."""
         try:
             with removed.open(token) as folder:
-                try:
+                manifest = None
+                if folder.stat(MANIFEST) is not None:  # else all that was ours is gone already
                     manifest, _ = decode_manifest(folder.read(MANIFEST, MAX_MANIFEST_BYTES))
-                except FileNotFoundError:
-                    manifest = None  # all that was ours is gone already
                 if manifest is not None:
                     _unlink_files(folder, manifest)
             self._layer.rmdir(token, removed.fd)
-        except (OSError, CavectlError):
+        except CorruptFile:
+            self._keep(root, removed, token)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                self._keep(root, removed, token)
+            else:  # the next collection tries again
+                _LOG.warning("cannot clear a removed model: %s", error.strerror)
+
+    def _keep(self, root: Folder, removed: Folder, token: str) -> None:
+        try:
             with root.open("kept", create=True) as kept:
-                try:
-                    self._layer.rename(token, token, removed.fd, kept.fd)
-                except OSError as error:
-                    _LOG.warning("cannot clear a removed model: %s", error.strerror)
+                self._layer.rename(token, token, removed.fd, kept.fd)
+        except OSError as error:
+            _LOG.warning("cannot keep what is not ours of a removed model: %s", error.strerror)
 
     def _collect_staging(self, staging: Folder) -> None:
         for entry in staging.names():

@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from daemon.store import Retries, Store, StoreSettings, Timeouts
+from daemon.store import Store
 from daemon.store.catalog import Catalog
-from engine.inspect import inspect_model
-from engine.types import ModelInfo
+from tests.daemon.store.quick import QUICK, LocalInspector
 from tests.fixtures.fake_hub import FakeHub
 from tests.fixtures.gguf_writer import byte_vocabulary, gguf_bytes, llama_gguf
 from tests.fixtures.tiny_rand import tiny_rand
-
-QUICK = StoreSettings(
-    environ={},
-    timeouts=Timeouts(connect_s=2, read_s=1, answer_s=4),
-    retries=Retries(limit=3, base_s=0.01, cap_s=0.02, longest_wait_s=1.5),
-    headroom_bytes=0,
-)
-
-
-class LocalInspector:
-    """What the child would say, without a process per model: the same function, called here."""
-
-    async def inspect(self, path: Path) -> ModelInfo:
-        return await asyncio.to_thread(inspect_model, path)
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from daemon.store import Store
-from tests.daemon.store.conftest import QUICK
+from tests.daemon.store.quick import QUICK
 from tests.fixtures.fake_hub import FakeHub
 
 

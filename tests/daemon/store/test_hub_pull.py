@@ -15,7 +15,8 @@ import pytest
 from daemon.store import PullEvent, Store
 from daemon.store.catalog import parse_catalog
 from engine.errors import CavectlError
-from tests.daemon.store.conftest import QUICK, leftovers, tree
+from tests.daemon.store.conftest import leftovers, tree
+from tests.daemon.store.quick import QUICK
 from tests.fixtures.fake_hub import FakeHub, Fault
 
 MakeStore = Callable[..., Store]

@@ -17,7 +17,8 @@ import pytest
 from daemon.store import PullEvent, Store
 from daemon.store.catalog import Catalog, load_catalog, parse_catalog
 from engine.errors import CavectlError
-from tests.daemon.store.conftest import QUICK, leftovers
+from tests.daemon.store.conftest import leftovers
+from tests.daemon.store.quick import QUICK
 
 MakeStore = Callable[..., Store]
 PROJECT = "tiny-model-wheel"
