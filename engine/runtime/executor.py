@@ -12,8 +12,8 @@ Ticket = Any  # opaque to the caller; collected in the order of submission
 class Executor(Protocol):
     """`depth` steps may be submitted before the first is collected (reference and native 1, CUDA 2).
 
-    `submit` raises CavectlError for inputs it refuses and any other exception for a step that failed; after either, the KV cache
-    holds what it held before for every page not in the step's rows, so the caller may try again without a suspect row.
+    `submit` or `collect` raises CavectlError for inputs that are refused and any other exception for a step that failed. After
+    either, the cache still holds every token before its row's position, so the caller may try the same rows again, apart.
     """
 
     depth: int

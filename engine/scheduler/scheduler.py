@@ -95,7 +95,6 @@ class Scheduler:
                 sequence.slot_open = True
             built.append(self._row(row))
             sequence.scheduled += row.count
-            sequence.scheduled_in = step
             if row.draws:
                 sequence.in_flight += 1
                 sequence.drawn_in = step
@@ -130,7 +129,9 @@ class Scheduler:
         slots = [sequence.slot for sequence in self.running.values()]
         assert sorted(slots + self._free_slots) == list(range(self._max_sequences)), "sampling slots do not add up"
         for sequence in self.running.values():
-            assert sequence.computed <= sequence.scheduled <= len(sequence.tokens) + sequence.in_flight
+            assert sequence.computed <= sequence.scheduled, "more is computed than was scheduled"
+            draws = max(0, sequence.scheduled - len(sequence.tokens) + 1)
+            assert sequence.in_flight == draws, f"{sequence.in_flight} draws in flight, not {draws}"
             assert sequence.scheduled <= sequence.table.tokens, "a token is scheduled without a page"
         for sequence in self.waiting:
             assert sequence.slot == NO_SLOT and not sequence.table.tokens, "a waiting sequence holds pages or a slot"
@@ -140,13 +141,12 @@ class Scheduler:
     # --- who runs ------------------------------------------------------------------------------------------------------------
 
     def _in_turn(self, step: int) -> list[Sequence]:
-        """Running sequences with something to feed: decodes first; then who was left out last time; then by age."""
+        """Running sequences with something to feed, decodes first, then by age.
 
-        def turn(sequence: Sequence) -> tuple[bool, int, int]:
-            chunk = sequence.pending(step) > 1
-            return chunk, 0 if chunk else sequence.scheduled_in, sequence.id
-
-        return sorted((sequence for sequence in self.running.values() if sequence.pending(step)), key=turn)
+        Decodes never outnumber the budget: a sequence joins only in what the decodes leave of it.
+        """
+        ready = [sequence for sequence in self.running.values() if sequence.pending(step)]
+        return sorted(ready, key=lambda sequence: (sequence.pending(step) > 1, sequence.id))
 
     def _admissible(self, counts: dict[Sequence, int]) -> Sequence | None:
         """The oldest waiting sequence, if it may start: budget and slot left, its tokens fit, the others can still grow a page."""
@@ -160,7 +160,6 @@ class Scheduler:
         self.waiting.remove(sequence)
         self.running[sequence.id] = sequence
         sequence.slot = self._free_slots.pop()
-        self._unclosed.discard(sequence.slot)  # opening it replaces what it held
         if sequence.first_scheduled is None:
             sequence.first_scheduled = now
 

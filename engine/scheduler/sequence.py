@@ -3,7 +3,7 @@
     tokens:  [ prompt .............. | output ...... ] (in flight)
                0 .. computed    confirmed in the cache
                computed .. scheduled    in steps submitted and not yet collected
-Invariant: computed <= scheduled <= len(tokens) + in_flight, and `in_flight` draws have been submitted but not collected.
+Invariant: computed <= scheduled, and the `in_flight` draws not yet collected are one for each token from the last one on.
 A sequence is changed only by the scheduler (place, pages, slot) and the engine (tokens, times).
 """
 
@@ -31,7 +31,6 @@ class Sequence:
     scheduled: int = 0
     in_flight: int = 0
     drawn_in: int = -1  # last step that a draw was submitted in
-    scheduled_in: int = -1  # last step that a row was submitted in
     epoch: int = 0  # moves when the work in flight becomes worthless: preempted, finished
     slot: int = NO_SLOT
     slot_open: bool = False  # the executor holds this sequence's sampling state

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from engine.engine import FRUITLESS_STEPS, Engine, EngineFailure
 from engine.errors import CavectlError, ContextLengthExceeded, InvalidRequest, OutOfMemory
-from engine.runtime.batch import RowOutput, StepInputs, StepOutputs
+from engine.runtime.batch import FROM_PREVIOUS, RowOutput, StepInputs, StepOutputs
 from engine.types import EngineRequest, SamplingParams, SequenceOutput
 from tests.fixtures.scripted_executor import Fault, PagedExecutor, ScriptedExecutor, layout_of
 
@@ -380,21 +380,38 @@ def test_a_fault_that_does_not_come_back_harms_nobody(depth: int) -> None:
             run.right(request)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_sampling_state_that_moved_in_a_failed_step_is_put_back(depth: int) -> None:
+    script = list(range(100, 130))
+    for at in range(1, 12):
+        executor = ScriptedExecutor(script, depth=depth, fault=lambda inputs, at=at: "once" if inputs.step == at else None)
+        run = Run(executor=executor, budget=8)
+        run.add(*_requests(2, prompt=5, max_tokens=12))
+        run.finish()
+        assert run.tokens == {(0, 0): script[:12], (1, 0): script[:12]}
+
+
 class _RaisesOnSubmit(PagedExecutor):
     """Refuses a step at submission, with an error meant for a person, while a row is too long."""
 
+    refused = False
+    asked_in_vain = 0  # rows that continue from a draw of a step that was refused
+
     def submit(self, inputs: StepInputs) -> StepInputs:
-        if any(row.position + len(row.tokens) > 25 for row in inputs.rows):
+        self.asked_in_vain += self.refused and any(FROM_PREVIOUS in row.tokens for row in inputs.rows)
+        self.refused = any(row.position + len(row.tokens) > 25 for row in inputs.rows)
+        if self.refused:
             raise InvalidRequest("a row is too long")
         return super().submit(inputs)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_step_refused_at_submission_blames_the_row_in_the_executors_words(depth: int) -> None:
-    run = Run(executor=_RaisesOnSubmit(layout_of(None), depth=depth))
+    run = Run(executor=(executor := _RaisesOnSubmit(layout_of(None), depth=depth)))
     long, short = EngineRequest(id=0, prompt=[1] * 20, max_tokens=20), EngineRequest(id=1, prompt=[2] * 4, max_tokens=20)
     run.add(long, short)
     run.finish().right(short)
+    assert executor.asked_in_vain == 0
     assert run.ends[0, 0].error == InvalidRequest("a row is too long").info
     assert run.tokens[0, 0] == run.paged.expected(long.prompt, 6)
 

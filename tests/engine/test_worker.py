@@ -357,12 +357,12 @@ def test_it_ends_with_its_parent_though_the_socket_stays_open(tiny: tuple[TinyRa
 
 
 HUNG = """
-import os, sys
+import os, sys, time
 from engine.engine import Engine
 from engine.worker import serve
 from tests.engine.test_worker import INFO
 from tests.fixtures.scripted_executor import ScriptedExecutor, layout_of
-executor = ScriptedExecutor([1], step_ms=600_000)
+executor = ScriptedExecutor([1], fault=lambda inputs: time.sleep(600) if inputs.step > 1 else None)
 serve(int(sys.argv[2]), lambda config, progress: (Engine(executor, layout_of(None), [9], context_tokens=64), INFO), os._exit)
 """
 
@@ -370,7 +370,10 @@ serve(int(sys.argv[2]), lambda config, progress: (Engine(executor, layout_of(Non
 def test_a_step_that_takes_for_ever_does_not_keep_it_from_ending() -> None:
     with WorkerProcess((sys.executable, "-c", HUNG)) as worker:
         worker.load(ANY_MODEL)
-        worker.send(AddRequest(EngineRequest(id=1, prompt=[1], max_tokens=2)), Shutdown())
+        worker.send(AddRequest(EngineRequest(id=1, prompt=[1], max_tokens=9)))
+        assert isinstance(worker.event(), StepResult)
+        time.sleep(0.3)  # into the second step
+        worker.send(Shutdown())
         assert worker.exit_status() == 0
 
 

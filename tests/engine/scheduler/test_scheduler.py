@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.cache.blocks import BlockAllocator, pages_for
-from engine.runtime.batch import NO_PAGE, PAGE_TOKENS
+from engine.runtime.batch import FROM_PREVIOUS, NO_PAGE, PAGE_TOKENS
 from engine.scheduler.scheduler import Plan, Scheduler
 from engine.scheduler.sequence import Sequence
 from engine.types import EngineRequest
@@ -55,19 +55,67 @@ def test_decodes_go_before_prompts_and_prompts_in_order_of_arrival() -> None:
     assert _counts(scheduler.schedule(3, 0.0)) == [(0, 1), (1, 1), (2, 9), (3, 20)]
 
 
-def test_decodes_that_do_not_fit_in_the_budget_take_turns() -> None:
+def test_decodes_never_outnumber_the_budget() -> None:
     scheduler = _scheduler(100, budget=2)
     for number in range(5):
-        scheduler.add(_sequence(scheduler, number, 1))
-    fed = dict.fromkeys(range(5), 0)
-    for step in range(1, 31):
+        scheduler.add(_sequence(scheduler, number, 1, limit=6))
+    for step in range(1, 19):
+        plan = scheduler.schedule(step, 0.0)
+        assert plan is not None and len(plan.rows) == len(scheduler.running) <= 2, "a running sequence was left out"
+        ended = frozenset(row.sequence.id for row in plan.rows if row.sequence.output_tokens + 1 >= row.sequence.limit)
+        _confirm(scheduler, plan, ended)
+    assert not scheduler.running and not len(scheduler.waiting)
+
+
+def test_a_sequence_starts_only_while_the_running_ones_can_still_grow() -> None:
+    scheduler = _scheduler(3)
+    for number in range(3):
+        scheduler.add(_sequence(scheduler, number, 10))
+    assert _counts(scheduler.schedule(1, 0.0)) == [(0, 10), (1, 10)], "the third page is for the first two"
+    scheduler.check()
+
+
+def test_a_draw_not_yet_collected_can_be_fed_in_the_very_next_step_only() -> None:
+    scheduler = _scheduler(10)
+    scheduler.add(_sequence(scheduler, 0, 4))
+    scheduler.schedule(1, 0.0)
+    scheduler.check()
+    assert scheduler.schedule(3, 0.0) is None
+    plan = scheduler.schedule(2, 0.0)
+    assert plan is not None and plan.inputs.rows[0].tokens == [FROM_PREVIOUS] and plan.inputs.rows[0].position == 4
+    scheduler.check()
+
+
+def test_slots_closed_by_a_step_that_failed_are_closed_again_unless_they_are_in_use() -> None:
+    scheduler = _scheduler(10)
+    for number in (0, 1):
+        scheduler.add(_sequence(scheduler, number, 4))
+    plan = scheduler.schedule(1, 0.0)
+    assert plan is not None
+    _confirm(scheduler, plan, frozenset({0, 1}))
+    scheduler.add(_sequence(scheduler, 2, 4))
+    plan = scheduler.schedule(2, 0.0)
+    assert plan is not None and plan.inputs.closed == [0, 1]
+    used = plan.rows[0].sequence.slot
+    again = scheduler.dispatch(3, scheduler.rewind(plan))
+    assert again.inputs.closed == [1 - used] and [slot.slot for slot in again.inputs.opened] == [used]
+
+
+def test_whoever_gives_up_its_pages_loses_its_row_of_the_same_step() -> None:
+    """An older sequence in mid-prompt beside a younger that decodes: not by arrival, but a policy may come to it."""
+    scheduler = _scheduler(7, budget=3)
+    scheduler.add(_sequence(scheduler, 5, 3))
+    for step in range(1, 100):
+        if step == 29:
+            scheduler.add(_sequence(scheduler, 1, 60))
         plan = scheduler.schedule(step, 0.0)
         assert plan is not None
-        for number, count in _counts(plan):
-            fed[number] += count
+        if step >= 29 and 5 not in scheduler.running:
+            assert _counts(plan) == [(1, 2)]
+            return
+        assert _counts(plan) == ([(5, 3 if step == 1 else 1)] if step < 29 else [(5, 1), (1, 2)])
         _confirm(scheduler, plan)
-    running = [fed[number] for number in scheduler.running]
-    assert max(running) - min(running) <= 2, fed
+    raise AssertionError("nobody gave way")
 
 
 def test_the_youngest_waits_with_its_pages_and_gives_them_up_only_to_an_older_one() -> None:
@@ -193,7 +241,6 @@ class Schedule(RuleBasedStateMachine):
             assert (row.sampling >= 0) == (end == len(sequence.tokens))
         slots = [row.sampling for row in rows if row.sampling >= 0]
         assert len(slots) == len(set(slots))
-        assert not {s.slot for s in plan.inputs.opened} & set(plan.inputs.closed)
 
     @precondition(lambda self: hasattr(self, "scheduler"))
     @invariant()
