@@ -171,10 +171,6 @@ class Ops(Protocol):
         """[N, V] -> bool [N]: no NaN and no infinity in the row."""
         ...
 
-    def argmax(self, logits: Tensor) -> Tensor:
-        """[N, V] -> int64 [N]; of equal maxima the lowest id."""
-        ...
-
 
 def layer_cache(planes: Mapping[str, Tensor]) -> LayerCache:
     """The planes of one layer by plane name (engine/cache/layout.py)."""

@@ -40,7 +40,6 @@ class ReferenceOps:
     copy_pages = staticmethod(cache.copy_pages)
     attend = staticmethod(attention.attend)
     finite = staticmethod(heads.finite)
-    argmax = staticmethod(heads.argmax)
 
     def allocate_plane(self, pages: int, plane: Plane) -> Tensor:
         return cache.allocate_plane(pages, plane, self.device)

@@ -1,4 +1,4 @@
-"""From hidden states to logits, and the two questions every step asks of them."""
+"""From hidden states to logits, and the one question every step asks of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,3 @@ def logits(x: Tensor, head: Linear, scale: float, softcap: float | None, slots: 
 
 def finite(logits: Tensor) -> Tensor:
     return logits.isfinite().all(-1)
-
-
-def argmax(logits: Tensor) -> Tensor:
-    return logits.argmax(-1)  # of equal maxima torch returns the first
