@@ -18,7 +18,8 @@ from daemon.store.inspector import Inspector
 from daemon.store.manifests import FORMAT, FileRecord, Manifest, Mode, ModelRecord, PullEvent
 from daemon.store.names import ModelName, show
 from daemon.store.paths import StorePaths
-from daemon.store.pull import Progress, human_bytes
+from daemon.store.progress import Progress, file_reporter
+from daemon.store.pull import human_bytes
 from daemon.store.registry import Installed, Registry
 from daemon.store.selection import weights_entry
 from daemon.store.sources import in_thread
@@ -120,7 +121,8 @@ class Importer:
             raise CavectlError(message, code="no_space", hint="free some space, or import with --mode in-place")
 
     async def _take_file(self, staging: Staging, file: FoundFile, mode: Mode, progress: Progress) -> FileRecord:
-        report = _reporter("copying" if mode == "copied" else "hashing", file.name, file.size, progress)
+        doing = "copying" if mode == "copied" else "hashing"
+        report = file_reporter(f"{doing} {file.name}", file.name, file.size, progress)
         if mode == "linked":
             staging.link(str(file.path), None, file.name)
         source = staging.open(file.name) if mode == "linked" else os.open(file.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -170,7 +172,7 @@ class Importer:
         )
 
     async def _matches(self, model: Installed, file: FileRecord, progress: Progress) -> bool:
-        report = _reporter("verifying", file.name, file.size, progress)
+        report = file_reporter(f"verifying {file.name}", file.name, file.size, progress)
         try:
             fd = os.open(model.file_path(file), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
@@ -189,13 +191,6 @@ class Importer:
         if model.manifest.mode == "stored":
             return f"cavectl pull {model.name} gets it again"
         return f"cavectl rm {model.name}, then import it again"
-
-
-def _reporter(doing: str, name: str, total: int, progress: Progress) -> Callable[[int], None]:
-    def report(completed: int) -> None:
-        progress(PullEvent(status=f"{doing} {name}", file=name, total=total, completed=completed))
-
-    return report
 
 
 def _revision(files: list[FileRecord]) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import stat
 import time
-from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +19,12 @@ from daemon.store.manifests import FORMAT, FileRecord, Manifest, PullEvent
 from daemon.store.names import ModelName
 from daemon.store.partials import DATA, Partial, Partials, WantedFile
 from daemon.store.paths import StorePaths, below
+from daemon.store.progress import Progress, file_reporter
 from daemon.store.registry import Installed, Registry
 from daemon.store.selection import INDEX, MAX_INDEX_BYTES, check_index, weights_entry
 from daemon.store.sources import Plan, Report, Source, in_thread
 from daemon.store.staging import Staging
 from engine.errors import CavectlError
-
-Progress = Callable[[PullEvent], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +89,7 @@ class Puller:
     def _hold(
         self, wanted: WantedFile, plan: Plan, name: ModelName, source: Source, progress: Progress
     ) -> AbstractAsyncContextManager[Partial]:
-        def report(completed: int) -> None:
-            progress(
-                PullEvent(
-                    status=f"pulling {wanted.name}", file=wanted.name, total=wanted.size, completed=completed, digest=wanted.digest
-                )
-            )
+        report = file_reporter(f"pulling {wanted.name}", wanted.name, wanted.size, progress, wanted.digest)
 
         async def fill(partial: Partial, shared_report: Report) -> None:
             if not await self._adopt(partial, plan, name, source):

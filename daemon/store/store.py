@@ -26,7 +26,8 @@ from daemon.store.manifests import ModelRecord, PullEvent
 from daemon.store.names import HUB, ModelName, name_from_path, parse_model_name, parse_name, show
 from daemon.store.partials import Partials
 from daemon.store.paths import StorePaths
-from daemon.store.pull import Progress, Puller
+from daemon.store.progress import Progress
+from daemon.store.pull import Puller
 from daemon.store.registry import Installed, Registry
 from daemon.store.sources import Source
 from daemon.store.transport import Timeouts, Transport

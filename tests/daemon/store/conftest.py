@@ -10,6 +10,7 @@ import pytest
 
 from daemon.store import Store
 from daemon.store.catalog import Catalog
+from tests.daemon.store.pulling import FILE
 from tests.daemon.store.quick import QUICK, LocalInspector
 from tests.fixtures.fake_hub import FakeHub
 from tests.fixtures.gguf_writer import byte_vocabulary, gguf_bytes, llama_gguf
@@ -54,6 +55,12 @@ def _read(folder: Path) -> dict[str, bytes]:
 def hub() -> Iterator[FakeHub]:
     with FakeHub() as server:
         yield server
+
+
+@pytest.fixture
+def served(hub: FakeHub, gguf: bytes, other_gguf: bytes) -> FakeHub:
+    hub.add("Tiny/Llama-GGUF", {FILE: gguf, "llama-Q8_0.gguf": other_gguf, "README.md": b"# Tiny"})
+    return hub
 
 
 @pytest.fixture

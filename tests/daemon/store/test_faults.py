@@ -134,10 +134,10 @@ def forked(served: FakeHub, root: Path, k: int) -> int:
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.timeout(400)
 def test_gone_before_each_operation(served: FakeHub, make_store: MakeStore, tmp_path: Path, folder_files: dict[str, bytes]) -> None:
-    """The process ends before operation k: absent or complete, a new process goes on. Every sixth operation, and the last 30."""
+    """The process ends before operation k: absent or complete, a new process goes on. Every ninth, and the last 24."""
     count = len(operations(served, make_store, tmp_path))
     outcomes = set()
-    for k in sorted({*range(0, count, 6), *range(count - 30, count)}):
+    for k in sorted({*range(0, count, 9), *range(count - 24, count)}):
         root = tmp_path / f"s{k}"
         assert forked(served, root, k) == EXIT_CODE
         store = make_store(served, root=root)

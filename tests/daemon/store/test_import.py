@@ -17,7 +17,7 @@ from daemon.store import PullEvent, Store
 from daemon.store.inspector import ChildInspector
 from engine.errors import CavectlError
 from tests.daemon.store.conftest import leftovers, tree, write_files
-from tests.daemon.store.test_hub_pull import cache_repo
+from tests.daemon.store.pulling import cache_repo
 
 MakeStore = Callable[..., Store]
 

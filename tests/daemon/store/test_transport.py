@@ -91,6 +91,16 @@ def test_refused_target_is_never_connected_to(hub: FakeHub) -> None:
         assert untouched(target)
 
 
+def test_no_tls_and_no_such_host(hub: FakeHub) -> None:
+    for endpoint, message in (
+        (hub.endpoint.replace("http:", "https:"), "no trusted connection"),
+        ("https://nobody.invalid", "cannot connect"),
+    ):
+        with pytest.raises(FetchError, match=message) as caught:
+            read(Transport(endpoint, TOKEN, SHORT))
+        assert caught.value.code == "network_error"
+
+
 def test_redirect_circle(hub: FakeHub) -> None:
     hub.faults += [Fault("redirect", "/x", location="/x", times=99)]
     with pytest.raises(FetchError, match="circle"):
