@@ -77,13 +77,17 @@ class LiveRequests:
 
 
 class Exchange:
-    """What a route works on: the request as it came, and the way back. `headers` may be added to until something is sent."""
+    """What a route works on: the request as it came, and the way back.
+
+    `asked` are the request's headers by lower-case name; `headers` the response's, to be added to until something is sent.
+    """
 
     def __init__(self, request_id: str, scope: Scope, body: bytes, send: Send, framing: Framing) -> None:
         self.id = request_id
         self.body = body
         self.peer: PeerInfo = scope.get("extensions", {}).get(PEER, PeerInfo("tcp"))
         self.path_params: Mapping[str, str] = scope.get("path_params", {})
+        self.asked = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         self.headers = {"X-Request-Id": request_id}
         self.framing = framing
         self.streaming = False  # set by the route: pings may be sent before its first event

@@ -84,6 +84,12 @@ class LoadedModel:
         self.state = "ready"
 
     @property
+    def held_bytes(self) -> int:
+        """What the worker says its weights and cache take; 0 until it is loaded."""
+        info = self._worker.info if self._worker is not None else None
+        return info.weight_bytes + info.kv_bytes if info is not None else 0
+
+    @property
     def expires_in_s(self) -> float:
         """Seconds until it is unloaded, infinite while it is used or kept for ever."""
         if self.expiry is None:

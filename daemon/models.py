@@ -212,7 +212,7 @@ class ModelManager:
                 await finishing[0].gone.wait()
                 continue
             others = sorted((m for m in self.loaded if m.state == "ready"), key=lambda m: (bool(m.active), m.last_used))
-            if not others or model.needed_bytes > free + sum(m.needed_bytes for m in others):
+            if not others or model.needed_bytes > free + sum(max(m.needed_bytes, m.held_bytes) for m in others):
                 raise OutOfMemory(
                     f"{model.name} needs about {model.needed_bytes >> 20} MiB with a context of {model.context_tokens} tokens, "
                     f"{free >> 20} MiB are free",

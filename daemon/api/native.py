@@ -15,7 +15,8 @@ from typing import Any
 from daemon.answer import Exchange
 from daemon.api.errors import BadField
 from daemon.api.fields import IMPORT, OLLAMA_DELETE, OLLAMA_PULL, OLLAMA_SHOW
-from daemon.api.ollama import read_fields, timestamp
+from daemon.api.intake import read_fields
+from daemon.api.ollama import timestamp
 from daemon.api.openai import State
 from daemon.api.readers import Fields
 from daemon.loaded_model import LoadedModel
@@ -200,7 +201,7 @@ def _loaded(model: LoadedModel) -> dict[str, Any]:
     worker = model.started
     info = worker.info if worker is not None else None
     remaining = model.expires_in_s
-    size = info.weight_bytes + info.kv_bytes if info is not None else model.needed_bytes
+    size = model.held_bytes or model.needed_bytes
     return {
         "name": model.name,
         "model": model.name,
@@ -214,8 +215,8 @@ def _loaded(model: LoadedModel) -> dict[str, Any]:
         "progress": model.progress.fraction if model.state == "loading" else 1.0,
         "requests": model.active,
         "pid": worker.pid if worker is not None else None,
-        "backend": info.backend if info is not None else None,
-        "device": info.device if info is not None else None,
+        "backend": info.backend if info is not None else "",
+        "device": info.device if info is not None else "",
         "degraded": info.degraded if info is not None else [],
         "load_ms": model.load_ms,
     }

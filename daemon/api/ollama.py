@@ -12,12 +12,12 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from daemon.answer import Exchange
-from daemon.api.body import read_object
 from daemon.api.errors import BadField
 from daemon.api.fields import OLLAMA_CHAT, OLLAMA_GENERATE
+from daemon.api.intake import read_fields
 from daemon.api.openai import State
-from daemon.api.readers import Fields, Table
-from daemon.api.reports import chat_logprob, note_ignored, timings_of, usage_of
+from daemon.api.readers import Fields
+from daemon.api.reports import chat_logprob, timings_of, usage_of
 from daemon.generation import generate
 from daemon.request import Delta, Finished, GenerationEvent, NativeRequest, Started, Summary
 from engine.types import SamplingParams
@@ -31,12 +31,6 @@ def timestamp(moment: float | None = None) -> str:
     """RFC 3339 in UTC, now unless a Unix time is given."""
     when = datetime.now(UTC) if moment is None else datetime.fromtimestamp(moment, UTC)
     return when.isoformat(timespec="microseconds").replace("+00:00", "Z")
-
-
-def read_fields(exchange: Exchange, table: Table) -> Fields:
-    fields = table.read_fields("", read_object(exchange.body))
-    note_ignored(exchange, fields.ignored)
-    return fields
 
 
 def _common(fields: Fields) -> dict[str, Any]:

@@ -13,11 +13,11 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Literal, Protocol
 
 from daemon.answer import Exchange, LiveRequests
-from daemon.api.body import read_object
 from daemon.api.errors import BadField
 from daemon.api.fields import OPENAI_CHAT, OPENAI_COMPLETION
-from daemon.api.readers import Fields, Table
-from daemon.api.reports import chat_logprob, merged, note_ignored, timings_of, token_text, usage_of
+from daemon.api.intake import read_fields
+from daemon.api.readers import Fields
+from daemon.api.reports import chat_logprob, merged, timings_of, token_text, usage_of
 from daemon.generation import Pipeline, generate
 from daemon.request import Delta, Finished, GenerationEvent, NativeRequest, Started, Summary, TokenText
 from daemon.store import ModelRecord, Store
@@ -36,12 +36,6 @@ class State(Pipeline, Protocol):
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------------------
-
-
-def _fields(exchange: Exchange, table: Table) -> Fields:
-    fields = table.read_fields("", read_object(exchange.body))
-    note_ignored(exchange, fields.ignored)
-    return fields
 
 
 def _common(fields: Fields) -> dict[str, Any]:
@@ -107,11 +101,11 @@ class OpenAi:
         self._state = state
 
     async def chat(self, exchange: Exchange) -> None:
-        fields = _fields(exchange, OPENAI_CHAT)
+        fields = read_fields(exchange, OPENAI_CHAT)
         await self._answer(exchange, fields, [chat_request(fields)], "chat")
 
     async def completions(self, exchange: Exchange) -> None:
-        fields = _fields(exchange, OPENAI_COMPLETION)
+        fields = read_fields(exchange, OPENAI_COMPLETION)
         await self._answer(exchange, fields, completion_requests(fields), "completion")
 
     async def _answer(self, exchange: Exchange, fields: Fields, requests: Sequence[NativeRequest], kind: Kind) -> None:

@@ -1,4 +1,4 @@
-"""What both dialects report alike: usage, timings, ignored fields; and several generations read as one stream.
+"""What both dialects report alike: usage, timings, log-probabilities; and several generations read as one stream.
 
 Invariant: usage counts tokens of the engine, never events.
 """
@@ -7,21 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from daemon.answer import Exchange
 from daemon.request import GenerationEvent, Summary, TokenText
-
-log = logging.getLogger("cavectl.api")
-
-
-def note_ignored(exchange: Exchange, names: Sequence[str]) -> None:
-    """Name the fields that have no effect, to the client and once a request in the log."""
-    if names:
-        exchange.headers["X-Cavectl-Ignored"] = ", ".join(names)
-        log.info("request %s: without effect: %s", exchange.id, ", ".join(names))
 
 
 def usage_of(summaries: Sequence[Summary]) -> dict[str, Any]:

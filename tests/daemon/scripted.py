@@ -14,10 +14,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from tests.daemon.process import ROOT, Daemon, running
 from tests.daemon.wire import Client, Reply, until
@@ -26,6 +28,16 @@ from tests.fixtures.tiny_tok import SPECIALS, byte_letters, tokens
 MODEL = "tiny/rand:latest"
 FIRST_BYTE = len(SPECIALS)
 WORKER = ROOT / "tests" / "fixtures" / "scripted_worker.py"
+
+
+def workers() -> list[psutil.Process]:
+    """Scripted workers that this process started itself and that still run."""
+    found = []
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            if str(WORKER) in child.cmdline():
+                found.append(child)
+    return found
 
 
 def spelled(*pieces: str | bytes | int) -> list[int]:

@@ -25,9 +25,9 @@ from daemon.store import ModelRecord
 from engine.errors import CavectlError, ModelNotFound
 from engine.types import EngineRequest, ModelInfo
 from tests.daemon.process import ROOT
+from tests.daemon.scripted import WORKER, workers
 from tests.daemon.wire import settings_in
 
-WORKER = ROOT / "tests" / "fixtures" / "scripted_worker.py"
 MIB = 1 << 20
 
 
@@ -118,7 +118,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
                     await work(bench)
             finally:
                 await bench.models.shutdown()
-            assert not psutil.Process().children(), "a worker is left"
+            assert not workers(), "a worker is left"
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(whole())
@@ -309,7 +309,7 @@ def test_load_failures_leave_nothing_and_the_next_request_tries_again(run: Run) 
         bench.text_error = CavectlError("no tokenizer", code="unsupported_tokenizer")
         with pytest.raises(CavectlError, match="no tokenizer"):
             await bench.use()
-        await eventually(lambda: not psutil.Process().children())
+        await eventually(lambda: not workers())
         bench.text_error = None
         await bench.use()
 

@@ -19,8 +19,8 @@ import uvloop
 from daemon.worker_client import FrameProtocol, WorkerClient
 from engine.errors import CavectlError, ErrorInfo
 from engine.types import EngineRequest, EngineStats, Event, LoadProgress, StepResult, WorkerConfig
-
-SCRIPT = Path(__file__).parent.parent / "fixtures" / "scripted_worker.py"
+from tests.daemon.process import ROOT
+from tests.daemon.scripted import WORKER, workers
 
 
 def run(work: Awaitable[None]) -> None:
@@ -34,7 +34,7 @@ def run(work: Awaitable[None]) -> None:
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Awaitable[WorkerClient]]:
-    monkeypatch.setenv("PYTHONPATH", str(SCRIPT.parent.parent.parent))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
     async def start(
         timeout_s: float = 20, on_progress: Callable[[LoadProgress], None] = lambda _: None, **plan: Any
@@ -42,7 +42,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Awai
         path = tmp_path / "plan.json"
         path.write_bytes(msgspec.json.encode({"scripts": [[]]} | plan))
         config = WorkerConfig(model_path="/nowhere", format="gguf", context_tokens=64)
-        command = [sys.executable, str(SCRIPT), str(path)]
+        command = [sys.executable, str(WORKER), str(path)]
         return await WorkerClient.start(command, config, load_timeout_s=timeout_s, on_progress=on_progress)
 
     return start
@@ -115,7 +115,7 @@ def test_load_failures(start: Any) -> None:
         with pytest.raises(CavectlError, match="no sign of life for 1 s") as caught:
             await start(load_hang=True, timeout_s=1)
         assert caught.value.code == "worker_timeout"
-        assert not psutil.Process().children()
+        assert not workers()
 
     run(work())
 
@@ -132,12 +132,12 @@ def test_a_command_that_cannot_start() -> None:
 def test_cancelled_load_leaves_no_process(start: Any) -> None:
     async def work() -> None:
         task = asyncio.create_task(start(load_hang=True))
-        while not psutil.Process().children():
+        while not workers():
             await asyncio.sleep(0.05)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert not psutil.Process().children()
+        assert not workers()
 
     run(work())
 

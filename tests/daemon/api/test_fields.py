@@ -12,7 +12,7 @@ from daemon.api.errors import STATUS, BadField
 from daemon.api.fields import GENERATION_TABLES, OLLAMA_OPTIONS
 from daemon.api.readers import Field, Int, Num, Table
 from engine.errors import ErrorCode
-from tests.daemon.scripted import MODEL, Scripted, spelled
+from tests.daemon.scripted import MODEL, Scripted, post, spelled
 
 OPENAI = [path for path in GENERATION_TABLES if path.startswith("/v1/")]
 OLLAMA = [path for path in GENERATION_TABLES if path.startswith("/api/")]
@@ -252,3 +252,18 @@ def test_text_parts_are_joined(daemon: Scripted) -> None:
     daemon.chat("a\nb")
     first, second = (event["request"]["prompt"] for event in daemon.events("add"))
     assert first == second
+
+
+def test_headers_stand_for_fields_and_the_body_wins(daemon: Scripted) -> None:
+    daemon.script(spelled("x"))
+    body = BASE["/v1/chat/completions"]
+    headers = {"X-Cavectl-Priority": "low", "X-Cavectl-Ctx": "32", "X-Cavectl-Keep-Alive": "-1"}
+    with daemon.client() as client:
+        for extra in ({}, {"priority": "high"}):
+            client.send(post("/v1/chat/completions", body | extra, **headers))
+            assert client.reply().status == 200
+        client.send(post("/v1/chat/completions", body, **{"X-Cavectl-Ctx": "many"}))
+        assert client.reply().json["error"]["param"] == "ctx"
+    assert [event["request"]["priority"] for event in daemon.events("add")] == ["low", "high"]
+    [model] = daemon.get("/api/ps").json["models"]
+    assert model["context_length"] == 32 and model["expires_at"].startswith("9999")
