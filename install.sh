@@ -52,6 +52,19 @@ main() {
 
   note() { grep -qxF -- "$1" "$receipt" 2>/dev/null || printf '%s\n' "$1" >>"$receipt"; }
 
+  # Makes a folder and those above it, and notes each one that was not there, outermost first.
+  make_folder() {
+    local folder=$1 missing=()
+    while [ ! -d "$folder" ]; do
+      missing=("$folder" "${missing[@]}")
+      folder=$(dirname "$folder")
+    done
+    [ ${#missing[@]} = 0 ] && return
+    mkdir -p "$1"
+    (umask 077 && mkdir -p "$data")
+    for folder in "${missing[@]}"; do note "dir $folder"; done
+  }
+
   make_environment() { # python, fingerprint
     local fresh=$data/venv.new
     say "making the environment in $venv"
@@ -74,11 +87,7 @@ main() {
     if [ -e "$bin/cavectl" ] || [ -L "$bin/cavectl" ]; then
       fail "$bin/cavectl exists and was not made by this script" "move it away and run ./install.sh again; the program itself is $venv/bin/cavectl"
     fi
-    local made=""
-    [ -d "$HOME/.local" ] || made="$HOME/.local"
-    [ -d "$bin" ] || note "dir $bin"
-    [ -n "$made" ] && note "dir $made"
-    mkdir -p "$bin"
+    make_folder "$bin"
     ln -s "$venv/bin/cavectl" "$bin/cavectl"
     note "launcher $bin/cavectl"
     case ":$PATH:" in *":$bin:"*) ;; *) say "note: $bin is not in your PATH; add it, or call $bin/cavectl" ;; esac
@@ -94,6 +103,7 @@ main() {
     want=$(fingerprint "$python")
     if [ "$(cat "$venv/.fingerprint" 2>/dev/null)" != "$want" ]; then
       detect_gpu
+      make_folder "$(dirname "$data")"
       (umask 077 && mkdir -p "$data")
       make_environment "$python" "$want"
     fi
@@ -106,25 +116,26 @@ main() {
   }
 
   uninstall() {
-    local kind what
+    local kind what made
     [ -e "$receipt" ] || [ -d "$venv" ] || { say "nothing to remove: cavectl is not installed in $data"; return; }
-    while read -r kind what; do
+    [ ! -e "$receipt" ] || while read -r kind what; do
       [ "$kind" = model ] && [ -x "$venv/bin/cavectl" ] && "$venv/bin/cavectl" rm "$what" >/dev/null 2>&1 || true
     done <"$receipt"
     stop_daemon
     if [ -L "$bin/cavectl" ] && [ "$(readlink "$bin/cavectl")" = "$venv/bin/cavectl" ]; then rm -f "$bin/cavectl"; fi
-    rm -rf "$venv" "$data/venv.new" "$data/logs" "$data/run"
-    while read -r kind what; do
-      if [ "$kind" = dir ]; then rmdir "$what" 2>/dev/null || true; fi
-    done <"$receipt"
+    rm -rf "$venv" "$data/venv.new" "$data/logs" "$data/run" "$data/model-names" ${XDG_RUNTIME_DIR:+"$XDG_RUNTIME_DIR/cavectl"}
+    made=$(sed -n 's/^dir //p' "$receipt" 2>/dev/null | tac)
     rm -f "$receipt"
     find "$data" -mindepth 1 -type d -empty -delete 2>/dev/null || true
     rmdir "$data" 2>/dev/null || true
+    while read -r what; do
+      if [ -n "$what" ]; then rmdir "$what" 2>/dev/null || true; fi
+    done <<<"$made"
     if [ -d "$data" ]; then say "removed; kept what you added in $data"; else say "removed"; fi
   }
 
   [ "$(id -u)" != 0 ] || [ "${HOME}" != / ] || fail "HOME is /" "set HOME to your home folder"
-  case "$(uname -s)" in Linux | Darwin) ;; *) fail "this system is not supported" "on Windows, use WSL" ;; esac
+  [ "$(uname -s)" = Linux ] || fail "this script is for Linux" "on Windows, use WSL"
   case ${1:-} in
     --uninstall) uninstall; return ;;
     --no-model) want_model=0; shift ;;

@@ -96,6 +96,18 @@ def test_uninstall_removes_what_was_made_and_keeps_the_rest(installed: Path) -> 
     assert run(SCRIPT, installed, "--uninstall").returncode == 0
 
 
+def test_uninstall_leaves_nothing_when_nothing_was_added(installed: Path) -> None:
+    data = installed / ".local/share/cavectl"
+    shutil.rmtree(data / "models")
+    (data / "logs").mkdir()
+    (data / "logs/daemon.log").write_text("a line")
+    (data / "model-names").write_text("smollm2:135m")
+    folders = "".join(f"dir {installed}/{name}\n" for name in (".local", ".local/share", ".local/bin"))
+    (data / "install-receipt").write_text(f"{folders}launcher {installed}/.local/bin/cavectl\n")
+    assert run(SCRIPT, installed, "--uninstall").returncode == 0
+    assert files(installed) == {"calls"}
+
+
 def test_uninstall_leaves_a_launcher_that_is_not_ours(installed: Path) -> None:
     launcher = installed / ".local/bin/cavectl"
     launcher.unlink()
@@ -115,4 +127,5 @@ def test_install_run_and_uninstall_for_real(home: Path) -> None:
     assert second.stdout == first.stdout
     assert "installing" not in second.stderr
     assert run(SCRIPT, home, "--uninstall").returncode == 0
-    assert not {f for f in files(home) if "cavectl" in f and not f.startswith(".cache")}
+    # pip keeps .cache, and asks rustc for its version, whose launcher makes .rustup
+    assert not {f for f in files(home) if not f.startswith((".cache", ".rustup"))}, "something was left behind"
