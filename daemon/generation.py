@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -32,6 +33,8 @@ from daemon.text.tokenizer import Tokenizer
 from daemon.worker_client import OutputStream
 from engine.errors import CavectlError
 from engine.types import EngineRequest, SequenceOutput, SequenceUsage, TokenOutput
+
+log = logging.getLogger("cavectl.generation")
 
 MAX_COST_TOKENS = 1 << 20  # n x max_tokens
 USAGE_WAIT_S = 1.0  # for the engine's own counts after a stop string: it answers after the step it is in
@@ -63,6 +66,7 @@ async def generate(state: Pipeline, request: NativeRequest, peer: PeerInfo) -> A
                 async for event in events:
                     if isinstance(event, Summary):
                         state.metrics.count(event)
+                        _log_finished(model.name, event)
                     yield event
 
 
@@ -244,6 +248,21 @@ class _Choice:
         bytes_of = self._tokenizer.token_bytes
         top = tuple((bytes_of(other), logprob) for other, logprob in token.top)
         return TokenText(bytes_of(token.id), token.logprob if token.logprob is not None else 0.0, top)
+
+
+def _log_finished(model: str, summary: Summary) -> None:
+    """One line a request; never what was said."""
+    prompt, cached, output = summary.prompt_tokens, summary.cached_tokens, summary.output_tokens
+    first, total = summary.ttft_ms, summary.total_ms
+    log.info(
+        "%s: %d tokens read (%d cached), %d written, first after %.0f ms, all in %.0f ms",
+        model,
+        prompt,
+        cached,
+        output,
+        first,
+        total,
+    )
 
 
 def _failure(output: SequenceOutput) -> CavectlError:

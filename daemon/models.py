@@ -23,7 +23,7 @@ from daemon.config import Settings
 from daemon.loaded_model import LoadedModel, TextSide
 from daemon.memory import available_bytes
 from daemon.store import ModelRecord
-from daemon.worker_client import WorkerClient
+from daemon.worker_client import EXIT_GRACE_S, WorkerClient
 from engine.errors import CavectlError, InvalidRequest, OutOfMemory
 from engine.types import LoadProgress, ModelInfo, WorkerConfig
 
@@ -31,6 +31,7 @@ log = logging.getLogger("cavectl.models")
 
 DEFAULT_CONTEXT_TOKENS = 8192
 BACKOFF_FIRST_S, BACKOFF_LAST_S = 0.5, 30.0
+SHUTDOWN_GRACE_S = 1.0  # for a worker to end by itself when the daemon ends
 FORGIVE_S = 60.0  # a death this long after the one before it counts as the first
 
 
@@ -272,7 +273,7 @@ class ModelManager:
 
     async def _stop_worker(self, model: LoadedModel) -> None:
         try:
-            await model.worker.stop()
+            await model.worker.stop(SHUTDOWN_GRACE_S if self._closed else EXIT_GRACE_S)
         finally:
             self._leaving.discard(model)
             model.gone.set()

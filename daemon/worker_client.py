@@ -43,7 +43,8 @@ from engine.types import (
 log = logging.getLogger("cavectl.worker")
 
 EXIT_GRACE_S = 5.0  # after Shutdown, before SIGTERM
-TERM_GRACE_S = 2.0  # after SIGTERM, before SIGKILL
+TERM_GRACE_S = 2.0  # after SIGTERM, before SIGKILL, or what was allowed before it if that was less ...
+KILL_GRACE_S = 0.2  # ... but at least this
 REAP_S = 0.5  # how long a closed socket may wait to learn the exit status
 LOG_LINE_BYTES = 4096
 
@@ -317,7 +318,7 @@ class WorkerClient:
         self.send(Shutdown())
         if grace_s <= 0 or not await self._gone_within(grace_s):
             self._kill(signal.SIGTERM)
-            if not await self._gone_within(TERM_GRACE_S if grace_s > 0 else 0.2):
+            if not await self._gone_within(max(KILL_GRACE_S, min(TERM_GRACE_S, grace_s))):
                 self._kill(signal.SIGKILL)
         await self._process.wait()
         self._protocol.close()

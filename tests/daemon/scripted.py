@@ -7,6 +7,7 @@ script can be written as text.
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 import socket
@@ -27,6 +28,7 @@ from tests.fixtures.tiny_tok import SPECIALS, byte_letters, tokens
 
 MODEL = "tiny/rand:latest"
 FIRST_BYTE = len(SPECIALS)
+INSIDES = re.compile(r"0x[0-9a-f]{6,}|site-packages|Traceback|hf_|\.py\b|File \"|object at|engine/|daemon/")
 WORKER = ROOT / "tests" / "fixtures" / "scripted_worker.py"
 
 
@@ -59,6 +61,14 @@ def shown(ids: Sequence[int]) -> str:
     letters = {letter: byte for byte, letter in enumerate(byte_letters())}
     data = [f"[{SPECIALS[i]}]".encode() if i < FIRST_BYTE else bytes(letters[x] for x in tokens()[i]) for i in ids]
     return b"".join(data).decode("utf-8", "backslashreplace")
+
+
+def checked(reply: Reply) -> Reply:
+    """Every error of the suite passes here (S29): JSON, one line, a code, and nothing of the daemon's insides."""
+    if reply.status >= 400:
+        assert reply.headers["content-type"] == "application/json" and reply.code
+        assert not INSIDES.search(reply.body.decode()), reply.body
+    return reply
 
 
 def post(path: str, body: Any, method: str = "POST", **headers: str) -> bytes:
@@ -114,12 +124,12 @@ class Scripted:
 
     def get(self, path: str, kind: str = "unix") -> Reply:
         with self.client(kind) as client:
-            return client.get(path)
+            return checked(client.get(path))
 
     def post(self, path: str, body: Any, kind: str = "unix", method: str = "POST") -> Reply:
         with self.client(kind) as client:
             client.send(post(path, body, method))
-            return client.reply()
+            return checked(client.reply())
 
     def chat(self, content: str = "hello", **fields: Any) -> Reply:
         return self.post("/v1/chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": content}], **fields})
