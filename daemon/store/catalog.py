@@ -25,13 +25,13 @@ class CatalogFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class WheelEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="wheel", tag_field="kind"):
-    """A wheel on the package index that pip is configured for. `members`: our file name -> name in the archive."""
+    """A wheel on the package index that pip is configured for; `member` is the entry's one file in the archive."""
 
     project: str
     version: str
     size: int
     sha256: str
-    members: dict[str, str]
+    member: str
 
 
 class HubEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="hub", tag_field="kind"):
@@ -110,5 +110,5 @@ def _check(model: CatalogModel) -> None:
     if not model.file or not model.source:
         raise ValueError(f"catalog: {model.name} has no files or no sources")
     for source in model.source:
-        if isinstance(source, WheelEntry) and not (model.pinned and set(source.members) == {file.name for file in model.file}):
-            raise ValueError(f"catalog: the wheel of {model.name} must name every file, and every file its size and sha256")
+        if isinstance(source, WheelEntry) and not (model.pinned and len(model.file) == 1):
+            raise ValueError(f"catalog: {model.name} comes in a wheel, so it is one file with size and sha256")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from daemon.store.partials import Partial, hash_mismatch
 from daemon.store.sources import Report, in_thread
-from daemon.store.transport import FetchError, Transport
+from daemon.store.transport import MANY, FetchError, Transport
 
 if TYPE_CHECKING:
     import httpx
@@ -43,7 +43,7 @@ class Retries:
     async def pause(self, failures: int, error: FetchError) -> None:
         """Waits before the next try, or raises `error` when there is none."""
         too_long = error.wait_s is not None and error.wait_s > self.longest_wait_s
-        if not error.transient or failures > self.limit or too_long:
+        if failures > min(self.limit, error.retries) or too_long:
             raise error
         await asyncio.sleep(self.delay_s(failures, error.wait_s))
 
@@ -86,20 +86,20 @@ class FileFetcher:
                 await in_thread(partial.write, chunk)
                 report(partial.size)
         if not partial.complete:
-            raise FetchError(f"the answer for {partial.wanted.name} ended early", "network_error", transient=True)
+            raise FetchError(f"the answer for {partial.wanted.name} ended early", "network_error", retries=MANY)
 
     def _check_start(self, response: httpx.Response, partial: Partial) -> None:
         """Makes `partial` ready for this body, or raises when the body is of no use."""
         etag, name = _strong_etag(response), partial.wanted.name
         if response.status_code == 416:
             partial.restart()
-            raise FetchError(f"the hub has less of {name} than is here", "network_error", transient=True)
+            raise FetchError(f"the hub has less of {name} than is here", "network_error", retries=MANY)
         if response.headers.get("content-type", "").startswith("text/html") and not name.endswith(".html"):
             raise hash_mismatch(name, "a web page came instead")
         if response.status_code == 206:
             if partial.meta.etag and etag and etag != partial.meta.etag:
                 partial.restart()
-                raise FetchError(f"{name} changed while it was fetched", "network_error", transient=True)
+                raise FetchError(f"{name} changed while it was fetched", "network_error", retries=MANY)
             self._check_range(response, partial)
         elif partial.size:
             partial.restart()
@@ -111,7 +111,7 @@ class FileFetcher:
         given = _CONTENT_RANGE.fullmatch(response.headers.get("content-range", ""))
         if given is None or int(given[1]) != partial.size or int(given[3]) != partial.wanted.size:
             partial.restart()
-            raise FetchError(f"another part of {partial.wanted.name} came than was asked for", "network_error", transient=True)
+            raise FetchError(f"another part of {partial.wanted.name} came than was asked for", "network_error", retries=MANY)
 
     def _check_length(self, response: httpx.Response, partial: Partial) -> None:
         length, left = response.headers.get("content-length", ""), partial.wanted.size - partial.size

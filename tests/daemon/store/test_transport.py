@@ -200,8 +200,10 @@ def test_private_endpoint_may_redirect_to_its_own_host_and_to_https() -> None:
 
 @pytest.mark.parametrize("token", ["a b", "a\r\nX: y", "é"])
 def test_token_that_would_break_the_header(token: str) -> None:
-    with pytest.raises(Exception, match="token"):
-        Transport("https://hub.example", token)
+    recorder = Recorder(lambda _: httpx.Response(200, stream=httpx.ByteStream(b"ok")))
+    with pytest.raises(FetchError, match="token"):
+        read(Transport("https://hub.example", token, SHORT, connection=recorder))
+    assert recorder.requests == []
 
 
 def test_public_addresses() -> None:

@@ -65,7 +65,7 @@ project = "{PROJECT}"
 version = "{values["version"]}"
 size = {values["wheel_size"]}
 sha256 = "{values["wheel_sha256"]}"
-members = {{ "m.gguf" = "{values["member"]}" }}
+member = "{values["member"]}"
 """
     )
 
@@ -178,7 +178,7 @@ def test_catalog_of_the_package() -> None:
         '[[model]]\nname = "a:b"\n',
         '[[model]]\nname = "a:b"\ndescription = ""\nlicence = ""\nfile = []\nsource = []\n',
         '[[model]]\nname = "a:b"\ndescription = ""\nlicence = ""\nfile = [{ name = "x" }]\n'
-        'source = [{ kind = "wheel", project = "p", version = "1", size = 1, sha256 = "", members = { x = "x" } }]\n',
+        'source = [{ kind = "wheel", project = "p", version = "1", size = 1, sha256 = "", member = "x" }]\n',
         '[[model]]\nname = "a:b"\ndescription = ""\nlicence = ""\nfile = [{ name = "x" }]\nsource = [{ kind = "ftp" }]\n',
     ],
 )
