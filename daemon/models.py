@@ -245,12 +245,14 @@ class ModelManager:
     async def shutdown(self) -> None:
         """Stop every worker now; what still runs there ends with an error."""
         self._closed = True
-        for model in self.loaded:
+        for model in [*self.loaded, *self._leaving]:
             if model.loading is not None and not model.loading.done():
                 model.loading.cancel()
             else:
                 self._stop(model)
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.sleep(0)  # the callbacks that take finished tasks out
 
     def _retire(self, model: LoadedModel) -> None:
         model.retired = True

@@ -364,3 +364,15 @@ def test_shutdown_ends_loads_and_refuses_requests(run: Run) -> None:
             assert caught.value.code == "shutting_down"
 
     run(work)
+
+
+def test_shutdown_stops_what_is_out_of_the_table_too(run: Run) -> None:
+    async def work(bench: Bench) -> None:
+        lease = bench.models.lease("a")
+        model = await lease.__aenter__()
+        bench.models.forget("sha256:a")
+        await bench.models.shutdown()
+        assert not psutil.pid_exists(model.worker.pid)
+        await lease.__aexit__(None, None, None)
+
+    run(work)
