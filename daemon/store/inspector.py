@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-import engine
+import daemon
 from daemon.store.children import run_child
 from daemon.store.manifests import MAX_INFO_BYTES
 from engine.errors import CavectlError, CorruptFile, ErrorInfo
@@ -36,7 +36,7 @@ class ChildInspector:
 
     async def inspect(self, path: Path) -> ModelInfo:
         argv = [*self.command, str(path), "--memory-limit-bytes", str(self.memory_limit_bytes)]
-        root = Path(next(iter(engine.__path__))).parent  # so that -m finds the same engine as this process
+        root = Path(next(iter(daemon.__path__))).parent  # the engine lies beside the daemon, and -m finds that one
         try:
             async with asyncio.timeout(self.timeout_s):
                 result = await run_child(argv, cwd=root, limit_bytes=MAX_INFO_BYTES)

@@ -50,7 +50,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 @dataclass(frozen=True, slots=True)
 class ModelRecord:
-    """A model that may be loaded. `info.vocabulary` is left out by `Store.list`, present from `Store.get`."""
+    """A model that may be loaded. `info.vocabulary` is there from `Store.get` alone: it is large."""
 
     name: str
     digest: str

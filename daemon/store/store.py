@@ -133,12 +133,12 @@ class Store:
         found = survey(where)
         model = await self._importer.take(found, target, mode, progress)
         progress(PullEvent(status="success"))
-        return self._registry.record(model, vocabulary=True)
+        return self._registry.record(model, vocabulary=False)
 
     async def verify(self, name: str, progress: Progress = lambda _: None) -> ModelRecord:
         """Hashes every file again. A bad one makes the model not loadable until it is pulled again: hash_mismatch names it."""
         model = self._find(name)
-        return self._registry.record(await self._importer.verify(model, progress), vocabulary=True)
+        return self._registry.record(await self._importer.verify(model, progress), vocabulary=False)
 
     # --- inside
 
@@ -171,7 +171,7 @@ class Store:
 
     def _pulled(self, model: Installed, progress: Progress) -> ModelRecord:
         progress(PullEvent(status="success"))
-        return self._registry.record(model, vocabulary=True)
+        return self._registry.record(model, vocabulary=False)
 
     def _sources(self, name: ModelName) -> list[Source]:
         entry = self.catalog.find(name)
