@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,12 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 def allocate_plane(pages: int, plane: Plane, device: torch.device) -> Tensor:
-    return torch.zeros(pages, PAGE_TOKENS, *plane.shape, dtype=DTYPES[plane.dtype], device=device)
+    """On the CPU from an anonymous mapping: zeros that take no memory until a page is written (torch.zeros touches every one)."""
+    shape, dtype = (pages, PAGE_TOKENS, *plane.shape), DTYPES[plane.dtype]
+    size = pages * PAGE_TOKENS * plane.bytes_per_token
+    if device.type != "cpu" or not size:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
 
 
 def write_kv(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
