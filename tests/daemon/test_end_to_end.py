@@ -3,47 +3,21 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.daemon.process import running
+from tests.daemon.real_worker import real_daemon, send, text_of
 from tests.daemon.scripted import MODEL, Scripted, ndjson, post, spelled, sse
 from tests.daemon.wire import until
-from tests.fixtures.tiny_rand import TinyRand, oracle_greedy, tiny_rand
+from tests.fixtures.tiny_rand import oracle_greedy, tiny_rand
 from tests.fixtures.tiny_tok import write_tiny_tok
 
 REAL = "smollm2/test:latest"
 TINY = tiny_rand(context_tokens=256)
-
-
-@contextmanager
-def real_daemon(model: Path, name: str) -> Iterator[Scripted]:
-    folder = Path(tempfile.mkdtemp(prefix="cavectl-"))
-    try:
-        env = {"CAVECTL_THREADS": "2"}
-        with running(folder, "--log-file", str(folder / "daemon.log"), module="daemon", env=env) as daemon:
-            it = Scripted(daemon, folder)
-            assert ndjson(it.post("/api/import", {"path": str(model), "name": name}).body)[-1]["status"] == "success"
-            yield it
-            assert "Traceback" not in it.log
-    finally:
-        shutil.rmtree(folder)
-
-
-def send(daemon: Scripted, path: str, body: dict[str, Any]) -> Any:
-    """A request with time for a load on a busy machine."""
-    with daemon.client() as client:
-        client.sock.settimeout(110)
-        client.send(post(path, body))
-        return client.reply()
 
 
 # --- the tiny model -----------------------------------------------------------------------------------------------------------
@@ -62,23 +36,10 @@ def greedy(daemon: Scripted, prompt: list[int], count: int) -> str:
     return send(daemon, "/v1/completions", body).json["choices"][0]["text"]
 
 
-def oracle(model: TinyRand, prompt: list[int], count: int) -> str:
-    """What the client must read: the oracle's tokens as text, in which control tokens are nothing."""
-    data = b"".join(piece_bytes(token) for token in oracle_greedy(model, prompt, count))
-    return data.decode("utf-8", "replace")
-
-
-def piece_bytes(token: int) -> bytes:
-    from tests.fixtures.tiny_tok import SPECIALS, byte_letters, tokens
-
-    letters = {letter: byte for byte, letter in enumerate(byte_letters())}
-    return b"" if token < len(SPECIALS) else bytes(letters[letter] for letter in tokens()[token])
-
-
 @pytest.mark.parametrize("prompt", ["the sky", "user", "x" * 40])
 def test_greedy_text_is_the_oracles(tiny: Scripted, prompt: str) -> None:
     ids = spelled(*prompt)
-    assert greedy(tiny, ids, 24) == oracle(TINY, ids, 24)
+    assert greedy(tiny, ids, 24) == text_of(oracle_greedy(TINY, ids, 24))
 
 
 def test_b09_greedy_does_not_depend_on_company(tiny: Scripted) -> None:
