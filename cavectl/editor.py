@@ -22,6 +22,7 @@ from prompt_toolkit.output.vt100 import Vt100_Output
 FENCE = '"""'
 PROMPT, CONTINUATION = ">>> ", "... "
 PLACEHOLDER = "Send a message (/? for help)"
+_KEPT_ENTRIES = 1000
 
 
 class Editor:
@@ -104,7 +105,20 @@ def _file_history(path: Path) -> FileHistory:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))
     path.chmod(0o600)
+    trim_history(path, _KEPT_ENTRIES)
     return FileHistory(str(path))
+
+
+def trim_history(path: Path, kept: int) -> None:
+    """Leave the last entries only. Each begins with a line that begins with #, and all its own lines begin with +."""
+    start = b"\n# "
+    _, *entries = path.read_bytes().split(start)
+    if len(entries) <= kept:
+        return
+    fresh = path.with_name(f"{path.name}.{os.getpid()}")
+    with os.fdopen(os.open(fresh, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "wb") as file:
+        file.write(b"".join(start + entry for entry in entries[-kept:]))
+    fresh.replace(path)
 
 
 def _terminal() -> Vt100_Output:

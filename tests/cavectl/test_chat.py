@@ -5,11 +5,13 @@ from __future__ import annotations
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+from prompt_toolkit.history import FileHistory
 
-from cavectl.editor import is_open, unfenced
+from cavectl.editor import is_open, trim_history, unfenced
 from tests.cavectl.conftest import Home
 from tests.cavectl.fake_daemon import MODEL, FakeDaemon, Reply
 from tests.cavectl.terminal import Terminal, terminal
@@ -149,6 +151,21 @@ def test_history_is_private_and_keeps_entries_whole(home: Home, fake: FakeDaemon
         say(screen, "/bye")
         screen.wait()
     assert sent(fake)[-1] == [("user", "a\nb")]
+
+
+def test_history_keeps_its_last_entries(tmp_path: Path) -> None:
+    path = tmp_path / "history"
+    history = FileHistory(str(path))
+    entries = ["first", "a\n# b\n\n+c\n", "é\r\n# d", "last"]
+    for entry in entries:
+        history.store_string(entry)
+    whole = path.read_bytes()
+    trim_history(path, 4)
+    assert path.read_bytes() == whole
+    trim_history(path, 3)
+    assert list(FileHistory(str(path)).load_history_strings()) == entries[:0:-1]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_slash_commands(home: Home, fake: FakeDaemon) -> None:
