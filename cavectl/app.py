@@ -18,7 +18,7 @@ from cavectl.output import Console, OutputClosed
 from engine.errors import CavectlError, InvalidRequest
 
 if TYPE_CHECKING:
-    from cavectl.arguments import Command
+    import click
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,9 @@ def _dispatch(arguments: list[str], console: Console) -> int | None:
     if name in GROUPS:
         console.write(help_text(name))
         return ExitCode.OK if rest else ExitCode.USAGE
-    return command(name).run(f"cavectl {name}", rest, Environment(console, url))
+    from cavectl.arguments import run as run_command
+
+    return run_command(command(name), f"cavectl {name}", rest, Environment(console, url))
 
 
 def _global_options(arguments: list[str]) -> tuple[str, list[str]]:
@@ -123,12 +125,14 @@ def _find(arguments: list[str]) -> tuple[str, list[str]]:
     raise InvalidRequest(f"no command {name!r}", hint=f"did you mean: cavectl {near[0]}" if near else "cavectl --help lists them")
 
 
-def command(name: str) -> Command:
+def command(name: str) -> click.Command:
     """A command of the table; imports it."""
     from importlib import import_module
 
+    from cavectl.arguments import command_of
+
     module, function = COMMANDS[name].target.split(":")
-    return getattr(import_module(module), function)
+    return command_of(getattr(import_module(module), function))
 
 
 def help_text(group: str = "") -> str:

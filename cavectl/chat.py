@@ -13,7 +13,7 @@ from contextlib import suppress
 from cavectl.answer import Answer, Message, Question, stream_answer
 from cavectl.client import Client
 from cavectl.commands.models import describe
-from cavectl.commands.run import print_stats
+from cavectl.commands.run import print_remarks
 from cavectl.editor import Editor, held_keys
 from cavectl.environment import Environment
 from cavectl.options import set_option
@@ -99,9 +99,7 @@ class Chat:
             self._after(answer)
 
     def _after(self, answer: Answer) -> None:
-        if answer.was_cut and "num_predict" not in self._question.options:
-            self._console.note("note: the answer ends because the context is full; /clear starts over")
-        print_stats(self._environment, self._client, self._question.model, answer, "text" if self._verbose else "")
+        print_remarks(self._console, self._client, answer, "text" if self._verbose else None, remedy="/clear starts over")
         self._console.line()
 
     def _command(self, line: str) -> bool:

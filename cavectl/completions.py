@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+import click
+
 from cavectl.app import COMMANDS, GLOBAL_OPTIONS, GROUPS, command
-from cavectl.arguments import Parameter, flag
+from cavectl.arguments import OptionalValue
 
 _TAKES_MODEL = frozenset({"run", "pull", "show", "rm", "stop"})
 _TAKES_PATH = frozenset({"import"})
@@ -26,7 +28,7 @@ class Line:
 
     words: tuple[str, ...]
     summary: str
-    flags: tuple[Parameter, ...]
+    options: tuple[click.Option, ...]
     argument: str  # "model", "path" or ""
 
     @property
@@ -40,9 +42,17 @@ def lines() -> list[Line]:
 
 
 def _line(name: str) -> Line:
-    options = tuple(one for one in command(name).parameters if one.is_option)
+    options = tuple(one for one in command(name).params if isinstance(one, click.Option))
     argument = "model" if name in _TAKES_MODEL else "path" if name in _TAKES_PATH else ""
-    return Line(tuple(name.split()), COMMANDS[name].summary, (*options, flag("--help", help="Show help.")), argument)
+    return Line(tuple(name.split()), COMMANDS[name].summary, options, argument)
+
+
+def _choices(option: click.Option) -> tuple[str, ...]:
+    return tuple(option.type.choices) if isinstance(option.type, click.Choice) else ()
+
+
+def _needs_value(option: click.Option) -> bool:
+    return not option.is_flag and not isinstance(option.type, OptionalValue)
 
 
 def first_words() -> dict[str, str]:
@@ -70,21 +80,20 @@ def bash() -> str:
 
 def _bash_case(line: Line) -> str:
     """What may follow one command: the values of its options, its options, its argument."""
-    valued = [flag for flag in line.flags if flag.takes_value and not flag.value_is_optional]
-    values = [f"        {'|'.join(flag.names)}) {_bash_value(flag)} ;;" for flag in valued]
+    values = [f"        {'|'.join(option.opts)}) {_bash_value(option)} ;;" for option in line.options if _needs_value(option)]
     switch = ["      case $previous in", *values, "      esac"] if values else []
     argument = f"      kind=${{kind:-{_BASH_KINDS[line.argument]}}}"
-    options = f'      flags="{" ".join(name for flag in line.flags for name in flag.names)}" ;;'
+    options = f'      flags="{" ".join(name for option in line.options for name in option.opts)}" ;;'
     return "\n".join([f'    "{line.name}")', *switch, argument, options])
 
 
 _BASH_KINDS = MappingProxyType({"model": "models", "path": "files", "": "nothing"})
 
 
-def _bash_value(flag: Parameter) -> str:
-    if flag.choices:
-        return f'kind=value words="{" ".join(flag.choices)}"'
-    return f"kind={_VALUES.get(flag.names[0], 'nothing')}"
+def _bash_value(option: click.Option) -> str:
+    if choices := _choices(option):
+        return f'kind=value words="{" ".join(choices)}"'
+    return f"kind={_VALUES.get(option.opts[0], 'nothing')}"
 
 
 _BASH = """\
@@ -142,18 +151,19 @@ def _zsh_list(entries: dict[str, str]) -> str:
 
 
 def _zsh_function(line: Line) -> str:
-    arguments = [spec for flag in line.flags for spec in _zsh_flag(flag)]
+    arguments = [spec for option in line.options for spec in _zsh_option(option)]
     arguments += {"model": ["'*:model:_cavectl_models'"], "path": ["'*:path:_files'"], "": []}[line.argument]
     body = " \\\n    ".join(arguments)
     return f"_cavectl_{'_'.join(line.words)}() {{\n  _arguments \\\n    {body}\n}}\n"
 
 
-def _zsh_flag(flag: Parameter) -> Iterator[str]:
-    for name in flag.names:
-        given = _ZSH_VALUES[_VALUES.get(flag.names[0], "")]
-        value = f":value:({' '.join(flag.choices)})" if flag.choices else f":value:{given}"
-        equals, optional = ("=-", ":") if flag.value_is_optional else ("", "")
-        yield f"'{name}{equals}[{_zsh_text(flag.help)}]{optional + value if flag.takes_value else ''}'"
+def _zsh_option(option: click.Option) -> Iterator[str]:
+    choices = _choices(option)
+    given = f"({' '.join(choices)})" if choices else _ZSH_VALUES[_VALUES.get(option.opts[0], "")]
+    equals, optional = ("=-", ":") if isinstance(option.type, OptionalValue) else ("", "")
+    value = "" if option.is_flag else f"{optional}:value:{given}"
+    for name in option.opts:
+        yield f"'{name}{equals}[{_zsh_text(option.help or '')}]{value}'"
 
 
 def _zsh_group(group: str) -> str:
@@ -233,16 +243,16 @@ def _fish_line(line: Line) -> Iterator[str]:
         yield f"{start} -a '(cavectl __complete models 2>/dev/null)'"
     if line.argument == "path":
         yield f"{start} -F"
-    for one in line.flags:
-        names = " ".join(f"-l {name[2:]}" if name.startswith("--") else f"-s {name[1:]}" for name in one.names)
-        yield f"{start} {names}{_fish_value(one)} -d {_fish_text(one.help)}"
+    for option in line.options:
+        names = " ".join(f"-l {name[2:]}" if name.startswith("--") else f"-s {name[1:]}" for name in option.opts)
+        yield f"{start} {names}{_fish_value(option)} -d {_fish_text(option.help or '')}"
 
 
-def _fish_value(flag: Parameter) -> str:
-    if not flag.takes_value or flag.value_is_optional:
+def _fish_value(option: click.Option) -> str:
+    if not _needs_value(option):
         return ""
-    kind = _VALUES.get(flag.names[0], "")
-    given = " ".join(flag.choices) or ("(cavectl __complete models 2>/dev/null)" if kind == "models" else "")
+    kind = _VALUES.get(option.opts[0], "")
+    given = " ".join(_choices(option)) or ("(cavectl __complete models 2>/dev/null)" if kind == "models" else "")
     return " -r -F" if kind == "files" else f" -x -a '{given}'" if given else " -x"
 
 

@@ -10,13 +10,12 @@ import os
 import select
 import stat
 from collections.abc import Sequence
-from typing import BinaryIO, Literal, get_args
+from typing import BinaryIO, Literal
 
 from cavectl.output import Console
 from engine.errors import InvalidRequest
 
 StdinRule = Literal["auto", "never", "prepend", "append"]
-STDIN_RULES: tuple[StdinRule, ...] = get_args(StdinRule)
 _PATIENCE_S = 2.0
 
 

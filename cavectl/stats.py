@@ -36,7 +36,13 @@ def stats_document(final: dict[str, Any], loaded: dict[str, Any]) -> dict[str, A
     return kept | {"context_used": _used(final), "context_limit": loaded.get("context_length")}
 
 
-def loaded_entry(client: Client, model: str) -> dict[str, Any]:
+def context_is_full(final: dict[str, Any], loaded: dict[str, Any]) -> bool:
+    """Whether prompt and answer reach the end of the context. False when the daemon does not say how long that is."""
+    limit = loaded.get("context_length")
+    return limit is not None and _used(final) >= limit
+
+
+def loaded_entry(client: Client, model: Any) -> dict[str, Any]:
     """The /api/ps entry of the model that answered; {} when it has left memory since."""
     try:
         models: list[dict[str, Any]] = client.get("/api/ps")["models"]

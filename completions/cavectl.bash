@@ -32,32 +32,32 @@ _cavectl() {
         --stdin) kind=value words="auto never prepend append" ;;
       esac
       kind=${kind:-models}
-      flags="-m --model --system -o --option --temp --seed --max-tokens --ctx --stats --keep-alive --stdin --raw --help" ;;
+      flags="-m --model --system -o --option --temp --seed --max-tokens --ctx --stats --keep-alive --stdin --raw -h --help" ;;
     "pull")
       kind=${kind:-models}
-      flags="--json --help" ;;
+      flags="--json -h --help" ;;
     "import")
       case $previous in
         --name) kind=nothing ;;
         --mode) kind=value words="auto link copy in-place" ;;
       esac
       kind=${kind:-files}
-      flags="--name --mode --json --help" ;;
+      flags="--name --mode --json -h --help" ;;
     "list")
       kind=${kind:-nothing}
-      flags="--json --help" ;;
+      flags="--json -h --help" ;;
     "show")
       kind=${kind:-models}
-      flags="--json --help" ;;
+      flags="--json -h --help" ;;
     "rm")
       kind=${kind:-models}
-      flags="--help" ;;
+      flags="-h --help" ;;
     "ps")
       kind=${kind:-nothing}
-      flags="--json --help" ;;
+      flags="--json -h --help" ;;
     "stop")
       kind=${kind:-models}
-      flags="--help" ;;
+      flags="-h --help" ;;
     "serve")
       case $previous in
         --host) kind=nothing ;;
@@ -65,22 +65,22 @@ _cavectl() {
         --socket) kind=files ;;
       esac
       kind=${kind:-nothing}
-      flags="--host --port --socket --help" ;;
+      flags="--host --port --socket -h --help" ;;
     "daemon start")
       kind=${kind:-nothing}
-      flags="--help" ;;
+      flags="-h --help" ;;
     "daemon stop")
       kind=${kind:-nothing}
-      flags="--now --help" ;;
+      flags="--now -h --help" ;;
     "daemon status")
       kind=${kind:-nothing}
-      flags="--json --help" ;;
+      flags="--json -h --help" ;;
     "daemon logs")
       case $previous in
         -n|--lines) kind=nothing ;;
       esac
       kind=${kind:-nothing}
-      flags="-n --lines -f --follow --help" ;;
+      flags="-n --lines -f --follow -h --help" ;;
   esac
   if [[ $current == -* && $kind != value ]]; then kind=flags; fi
   case $kind in

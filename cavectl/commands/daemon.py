@@ -6,10 +6,12 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from cavectl import launch
-from cavectl.arguments import command, flag, parameter
+from cavectl.arguments import Json
 from cavectl.environment import Environment
 from cavectl.output import Console, duration
 from engine.errors import CavectlError, InvalidRequest
@@ -18,42 +20,39 @@ _POLL_S = 0.05
 _FOLLOW_POLL_S = 0.2
 
 
-def _count(text: str) -> int:
-    """A number from 0 on, for argparse."""
-    number = int(text)
-    if number < 0:
-        raise ValueError
-    return number
-
-
-@command(
-    parameter("--host", default="", metavar="ADDRESS", help="Address to listen on; beyond loopback only with an API key."),
-    parameter("--port", default="", metavar="PORT", help="TCP port; 0: any free one; off: none."),
-    parameter("--socket", default="", metavar="PATH", help="Path of the Unix socket."),
-)
-def serve(environment: Environment, *, host: str, port: str, socket: str) -> None:
+def serve(
+    context: typer.Context,
+    *,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on; beyond loopback only with an API key.")] = "",
+    port: Annotated[str, typer.Option(metavar="PORT", help="TCP port; 0: any free one; off: none.")] = "",
+    socket: Annotated[str, typer.Option(metavar="PATH", help="Path of the Unix socket.")] = "",
+) -> None:
     """Run the daemon here, until Ctrl-C."""
     flags: list[str] = []
     for name, value in (("--host", host), ("--port", port), ("--socket", str(Path(socket).absolute()) if socket else "")):
         if value:
             flags += [name, value]
     command = launch.daemon_command(*flags)
-    _local(environment)
+    _local(context.obj)
     os.chdir(launch.PACKAGE_ROOT)  # see launch: what `-m daemon` imports must not depend on where the person stands
     os.execv(command[0], command)  # noqa: S606
 
 
-@command()
-def start(environment: Environment) -> None:
+def start(context: typer.Context) -> None:
     """Start the daemon in the background."""
+    environment: Environment = context.obj
     _local(environment)
     started = launch.ensure_daemon(environment.client, environment.settings, environment.console)
     environment.console.note("started" if started else "it runs already")
 
 
-@command(flag("--now", help="Do not wait for the requests in flight."))
-def stop(environment: Environment, *, now: bool) -> None:
+def stop(
+    context: typer.Context,
+    *,
+    now: Annotated[bool, typer.Option("--now", help="Do not wait for the requests in flight.")] = False,
+) -> None:
     """Stop the daemon, after the requests in flight."""
+    environment: Environment = context.obj
     _local(environment)
     pid = launch.running_pid(environment.settings)
     if pid is None and launch.answers(environment.client):
@@ -69,12 +68,12 @@ def stop(environment: Environment, *, now: bool) -> None:
     environment.console.note("stopped")
 
 
-@command(flag("--json", help="Print one JSON document."))
-def status(environment: Environment, *, json: bool) -> int:
+def status(context: typer.Context, *, json: Json = False) -> int:
     """Say whether the daemon runs, and where.
 
     The exit code is 4 when it does not.
     """
+    environment: Environment = context.obj
     facts = _facts(environment)
     if json:
         environment.console.document(facts)
@@ -83,12 +82,14 @@ def status(environment: Environment, *, json: bool) -> int:
     return 0 if facts["running"] else 4
 
 
-@command(
-    parameter("-n", "--lines", type=_count, default=50, metavar="COUNT", help="How many of the last lines."),
-    flag("-f", "--follow", help="Go on with new lines as they come."),
-)
-def logs(environment: Environment, *, lines: int, follow: bool) -> None:
+def logs(
+    context: typer.Context,
+    *,
+    lines: Annotated[int, typer.Option("-n", "--lines", min=0, metavar="COUNT", help="How many of the last lines.")] = 50,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on with new lines as they come.")] = False,
+) -> None:
     """Show the daemon's log."""
+    environment: Environment = context.obj
     _local(environment)
     path = launch.log_path(environment.settings)
     if not path.exists() and not follow:

@@ -5,22 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from datetime import datetime
-from typing import Any
+from typing import Annotated, Any
 
-from cavectl.arguments import command, flag, parameter
+import typer
+
+from cavectl.arguments import Json, ModelName
 from cavectl.environment import Environment
 from cavectl.names import remember
 from cavectl.output import duration, size
 from cavectl.prompt import clean
 from engine.errors import CavectlError
 
-_JSON = flag("--json", help="Print one JSON document.")
-_MODEL = parameter("model", metavar="MODEL", help="A model's name, for example smollm2:135m.")
 
-
-@command(_JSON)
-def list_models(environment: Environment, *, json: bool) -> None:
+def list_models(context: typer.Context, *, json: Json = False) -> None:
     """List the models at hand."""
+    environment: Environment = context.obj
     answer = environment.daemon.get("/api/tags")
     models = answer["models"]
     if not environment.url:
@@ -32,9 +31,9 @@ def list_models(environment: Environment, *, json: bool) -> None:
     environment.console.table(("NAME", "ID", "SIZE", "MODIFIED"), rows)
 
 
-@command(_MODEL, _JSON)
-def show(environment: Environment, *, model: str, json: bool) -> None:
+def show(context: typer.Context, *, model: ModelName, json: Json = False) -> None:
     """Show what a model is."""
+    environment: Environment = context.obj
     answer = environment.daemon.post("/api/show", {"model": clean(model)})
     if json:
         environment.console.document(answer)
@@ -68,9 +67,11 @@ def describe(answer: dict[str, Any]) -> Iterator[str]:
             yield from (f"  {line}" for line in text.splitlines()[:12])
 
 
-@command(parameter("models", nargs="+", metavar="MODEL", help="Names of models."))
-def remove(environment: Environment, *, models: list[str]) -> None:
+def remove(
+    context: typer.Context, *, models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Names of models.")]
+) -> None:
     """Remove models."""
+    environment: Environment = context.obj
     client = environment.daemon
     failure: CavectlError | None = None
     for name in map(clean, models):
@@ -88,9 +89,9 @@ def remove(environment: Environment, *, models: list[str]) -> None:
         raise failure
 
 
-@command(_JSON)
-def loaded(environment: Environment, *, json: bool) -> None:
+def loaded(context: typer.Context, *, json: Json = False) -> None:
     """List the models in memory."""
+    environment: Environment = context.obj
     client = environment.running_daemon()
     answer: dict[str, Any] = client.get("/api/ps") if client else {"models": []}
     if client is None:
@@ -113,9 +114,9 @@ def loaded(environment: Environment, *, json: bool) -> None:
     environment.console.table(("NAME", "SIZE", "BACKEND", "CONTEXT", "REQUESTS", "STATE", "UNTIL"), rows)
 
 
-@command(_MODEL)
-def stop(environment: Environment, *, model: str) -> None:
+def stop(context: typer.Context, *, model: ModelName) -> None:
     """Take a model out of memory."""
+    environment: Environment = context.obj
     client = environment.running_daemon()
     if client is None:
         environment.console.note("no daemon runs, so nothing is in memory")

@@ -6,9 +6,10 @@ The daemon does the work; here its events are shown, and Ctrl-C leaves what a la
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from cavectl.arguments import command, flag, parameter
+import typer
+
 from cavectl.client import Client
 from cavectl.environment import Environment
 from cavectl.names import remember
@@ -16,15 +17,21 @@ from cavectl.progress import follow, progress_view
 from cavectl.prompt import clean
 from engine.errors import CavectlError
 
-_EVENTS = flag("--json", help="Print the events as JSON, one a line.")
+Events = Annotated[bool, typer.Option("--json", help="Print the events as JSON, one a line.")]
+ImportMode = Literal["auto", "link", "copy", "in-place"]
 
 
-@command(parameter("model", metavar="MODEL", help="smollm2:135m, or hf.co/OWNER/REPO[:FILE-OR-QUANT]."), _EVENTS)
-def pull(environment: Environment, *, model: str, json: bool) -> None:
+def pull(
+    context: typer.Context,
+    *,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="smollm2:135m, or hf.co/OWNER/REPO[:FILE-OR-QUANT].")],
+    json: Events = False,
+) -> None:
     """Fetch a model.
 
     What an earlier call had fetched is not fetched again.
     """
+    environment: Environment = context.obj
     fetch(environment, environment.daemon, clean(model), json=json)
 
 
@@ -37,23 +44,23 @@ def fetch(environment: Environment, client: Client, model: str, *, json: bool = 
         raise
 
 
-@command(
-    parameter("path", type=Path, metavar="PATH", help="A .gguf file, or a folder with config.json and safetensors."),
-    parameter("--name", default="", metavar="NAME", help="What to call it; otherwise it is called after the path."),
-    parameter(
-        "--mode",
-        default="auto",
-        choices=("auto", "link", "copy", "in-place"),
-        help="in-place: leave it where it is; link: share its bytes; auto: in-place for a file, link for a folder.",
-    ),
-    _EVENTS,
-)
-def import_model(environment: Environment, *, path: Path, name: str, mode: str, json: bool) -> None:
+def import_model(
+    context: typer.Context,
+    *,
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A .gguf file, or a folder with config.json and safetensors.")],
+    name: Annotated[str, typer.Option(metavar="NAME", help="What to call it; otherwise it is called after the path.")] = "",
+    mode: Annotated[
+        ImportMode,
+        typer.Option(help="in-place: leave it where it is; link: share its bytes; auto: in-place for a file, link for a folder."),
+    ] = "auto",
+    json: Events = False,
+) -> None:
     """Take in a model that is already on this machine."""
+    environment: Environment = context.obj
     take_in(environment, environment.daemon, path, name, mode, json=json)
 
 
-def take_in(environment: Environment, client: Client, path: Path, name: str, mode: str, *, json: bool = False) -> None:
+def take_in(environment: Environment, client: Client, path: Path, name: str, mode: ImportMode, *, json: bool = False) -> None:
     """Import a path, showing how far it is. `name` "": the daemon makes one from the path."""
     whole = path.expanduser().absolute()
     if not whole.exists():

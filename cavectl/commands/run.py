@@ -3,59 +3,66 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_args
+
+import typer
 
 from cavectl.answer import Answer, Question, stream_answer
-from cavectl.arguments import command, flag, parameter
+from cavectl.arguments import OptionalValue
 from cavectl.client import Client
 from cavectl.environment import Environment
 from cavectl.options import parse_options
-from cavectl.prompt import STDIN_RULES, StdinRule, clean, read_prompt
+from cavectl.output import Console
+from cavectl.prompt import StdinRule, clean, read_prompt
 from cavectl.target import is_path, split_target
 from engine.errors import CavectlError, InvalidRequest
 
-StatsForm = Literal["", "text", "json"]
-
-
-@command(
-    parameter("words", nargs="*", metavar="MODEL|PROMPT", help="A model, then the prompt; `-` is standard input."),
-    parameter("-m", "--model", default="", metavar="NAME", help="The model; all arguments are then the prompt."),
-    parameter("--system", default="", metavar="TEXT", help="The system message."),
-    parameter("-o", "--option", action="append", metavar="KEY=VALUE", help="A sampling option, such as top_p=0.9."),
-    parameter("--temp", dest="temperature", type=float, metavar="NUMBER", help="0 always takes the likeliest token."),
-    parameter("--seed", type=int, metavar="NUMBER", help="Makes the answer repeatable."),
-    parameter("--max-tokens", type=int, metavar="COUNT", help="Longest answer."),
-    parameter("--ctx", dest="context_tokens", type=int, default=0, metavar="COUNT", help="Size of the context."),
-    parameter(
-        "--stats",
-        nargs="?",
-        const="text",
-        default="",
-        choices=("text", "json"),
-        help="Print timings to stderr; --stats=json as JSON.",
+StatsForm = Literal["text", "json"]
+Words = Annotated[
+    list[str],
+    typer.Argument(
+        default_factory=list,
+        show_default=False,
+        metavar="MODEL|PROMPT...",
+        help="A model, then the prompt; `-` is standard input.",
     ),
-    parameter("--keep-alive", default="", metavar="TIME", help="How long the model stays in memory: 10m, 0, -1 for ever."),
-    parameter("--stdin", default="auto", choices=STDIN_RULES, help="Where standard input goes; auto: first, if it is a pipe."),
-    flag("--raw", help="Send the prompt as it is, without the chat template."),
-)
+]
+Options = Annotated[
+    list[str],
+    typer.Option(
+        "-o",
+        "--option",
+        default_factory=list,
+        show_default=False,
+        metavar="KEY=VALUE",
+        help="A sampling option, such as top_p=0.9.",
+    ),
+]
+Stats = Annotated[
+    StatsForm | None,
+    typer.Option(click_type=OptionalValue(get_args(StatsForm)), help="Print timings to stderr; --stats=json as JSON."),
+]
+
+
 def run(
-    environment: Environment,
+    context: typer.Context,
     *,
-    words: list[str],
-    model: str,
-    system: str,
-    option: list[str] | None,
-    temperature: float | None,
-    seed: int | None,
-    max_tokens: int | None,
-    context_tokens: int,
-    stats: StatsForm,
-    keep_alive: str,
-    stdin: StdinRule,
-    raw: bool,
+    words: Words,
+    model: Annotated[str, typer.Option("-m", "--model", metavar="NAME", help="The model; all arguments are then the prompt.")] = "",
+    system: Annotated[str, typer.Option(metavar="TEXT", help="The system message.")] = "",
+    option: Options,
+    temperature: Annotated[float | None, typer.Option("--temp", metavar="NUMBER", help="0: always the likeliest token.")] = None,
+    seed: Annotated[int | None, typer.Option(metavar="NUMBER", help="Makes the answer repeatable.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(metavar="COUNT", help="Longest answer.")] = None,
+    context_tokens: Annotated[int, typer.Option("--ctx", metavar="COUNT", help="Size of the context; 0: the model's own.")] = 0,
+    stats: Stats = None,
+    keep_alive: Annotated[str, typer.Option(metavar="TIME", help="How long the model stays in memory: 10m, 0, -1 for ever.")] = "",
+    stdin: Annotated[StdinRule, typer.Option(help="Where standard input goes; auto: first, if it is a pipe.")] = "auto",
+    raw: Annotated[bool, typer.Option("--raw", help="Send the prompt as it is, without the chat template.")] = False,
 ) -> None:
     """Ask a model, or chat with it when no prompt is given."""
-    options = parse_options(map(clean, option or []))
+    environment: Environment = context.obj
+    options = parse_options(map(clean, option))
     options |= {k: v for k, v in (("temperature", temperature), ("seed", seed), ("num_predict", max_tokens)) if v is not None}
     if raw and system:
         raise InvalidRequest("--raw sends no system message", hint="write it into the prompt, or leave --raw out")
@@ -74,7 +81,7 @@ def run(
         _ask(environment, question, prompt, raw=raw, stats=stats)
 
 
-def _ask(environment: Environment, question: Question, prompt: str, *, raw: bool, stats: StatsForm) -> None:
+def _ask(environment: Environment, question: Question, prompt: str, *, raw: bool, stats: StatsForm | None) -> None:
     client = environment.daemon
     answer = Answer()
     request = question.raw(prompt) if raw else question.chat([{"role": "user", "content": prompt}])
@@ -85,9 +92,7 @@ def _ask(environment: Environment, question: Question, prompt: str, *, raw: bool
             raise
         _fetch(environment, client, question.model)
         stream_answer(client, request, environment.console, answer)
-    if answer.was_cut and "num_predict" not in question.options:
-        environment.console.note("note: the answer ends because the context is full; --ctx makes it larger")
-    print_stats(environment, client, question.model, answer, stats)
+    print_remarks(environment.console, client, answer, stats, remedy="--ctx makes it larger")
 
 
 def _chat(environment: Environment, question: Question, *, verbose: bool) -> None:
@@ -114,20 +119,23 @@ def _fetch(environment: Environment, client: Client, model: str) -> None:
         fetch(environment, client, model)
 
 
-def print_stats(environment: Environment, client: Client, model: str, answer: Answer, form: StatsForm) -> None:
-    if not form:
+def print_remarks(console: Console, client: Client, answer: Answer, stats: StatsForm | None, *, remedy: str) -> None:
+    """What a complete answer leaves to say: that the context is full, with its remedy, and the figures asked for."""
+    if not answer.was_cut and stats is None:
         return
-    from cavectl.stats import loaded_entry, stats_document, stats_lines
+    from cavectl.stats import context_is_full, loaded_entry, stats_document, stats_lines
 
-    loaded = loaded_entry(client, str(answer.final.get("model", model)))
-    if form == "json":
+    loaded = loaded_entry(client, answer.final.get("model"))
+    if answer.was_cut and context_is_full(answer.final, loaded):
+        console.note(f"note: the answer ends because the context is full; {remedy}")
+    if stats == "json":
         import msgspec
 
-        environment.console.note(msgspec.json.encode(stats_document(answer.final, loaded)).decode())
-        return
-    environment.console.note("")
-    for line in stats_lines(answer.final, loaded):
-        environment.console.note(line)
+        console.note(msgspec.json.encode(stats_document(answer.final, loaded)).decode())
+    if stats == "text":
+        console.note("")
+        for line in stats_lines(answer.final, loaded):
+            console.note(line)
 
 
 def _names(client: Client) -> list[str]:

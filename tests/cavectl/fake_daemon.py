@@ -30,6 +30,7 @@ class Reply:
     error: dict[str, str] | None = None
     status: int = 200
     done_reason: str = "stop"
+    prompt_tokens: int = 10
     cut: bool = False  # close the connection without the last line
 
 
@@ -176,7 +177,10 @@ def _handler(fake: FakeDaemon) -> type[BaseHTTPRequestHandler]:
                 self.close_connection = True
                 return None
             self._line(
-                reply.error or {"model": body["model"], "done": True, "done_reason": reply.done_reason} | event("") | _figures()
+                reply.error
+                or {"model": body["model"], "done": True, "done_reason": reply.done_reason}
+                | event("")
+                | _figures(reply.prompt_tokens)
             )
             return self._end_stream()
 
@@ -232,7 +236,7 @@ def _loaded() -> dict[str, Any]:
     return {"context_length": 8192, "backend": "reference", "state": "ready", "requests": 0, "expires_at": "2999-01-01T00:00:00Z"}
 
 
-def _figures() -> dict[str, Any]:
+def _figures(prompt_tokens: int) -> dict[str, Any]:
     timings = {
         "cache_n": 3,
         "prompt_n": 7,
@@ -242,5 +246,5 @@ def _figures() -> dict[str, Any]:
         "ttft_ms": 81.5,
         "queue_ms": 1.5,
     }
-    counts = {"prompt_eval_count": 10, "prompt_eval_duration": 70_000_000, "eval_count": 5, "eval_duration": 50_000_000}
+    counts = {"prompt_eval_count": prompt_tokens, "prompt_eval_duration": 70_000_000, "eval_count": 5, "eval_duration": 50_000_000}
     return {"total_duration": 2_125_000_000, "load_duration": 1_000_000, **counts, "timings": timings}

@@ -125,12 +125,18 @@ def test_import_of_nothing(home: Home, fake: FakeDaemon) -> None:
     [
         (("lst",), "did you mean: cavectl list"),
         (("list", "--jsn"), "did you mean --json?"),
-        (("show",), "MODEL"),
+        (("show",), "missing argument 'MODEL'"),
+        (("show", MODEL, "more"), "unexpected extra argument (more)"),
+        (("list", "--json=yes"), "does not take a value"),
+        (("run", "--seed"), "'--seed' requires an argument"),
+        (("run", "--stats=xml", "a b"), "'xml' is not one of 'text', 'json'"),
+        (("run", "-x", "a b"), "hint: cavectl run --help; after -- no word is an option"),
+        (("daemon", "logs", "-n", "-1"), "-1 is not in the range"),
         (("daemon", "strat"), "did you mean: cavectl daemon start"),
         (("--bad", "list"), "no option --bad"),
         (("--url",), "--url needs a value"),
         (("run", "-o", "tempreature=1", "x y"), "did you mean temperature"),
-        (("run", "--seed", "x", "a b"), "--seed"),
+        (("run", "--seed", "x", "a b"), "invalid value for '--seed': 'x' is not a valid integer"),
         (("run", "--raw", "--system", "s", "a b"), "--raw sends no system message"),
         (("run",), "the prompt is empty"),
         (("run", "--stdin", "maybe", "a b"), "--stdin"),
@@ -174,12 +180,18 @@ def test_help_of_everything(home: Home) -> None:
     done = home.run("daemon")
     assert (done.returncode, done.stdout.decode()) == (2, help_text("daemon"))
     for name in COMMANDS:
-        assert home.run(*name.split(), "--help").returncode == 0
+        done = home.run(*name.split(), "--help", environ={"COLUMNS": "400", "FORCE_COLOR": "1"})
+        assert (done.returncode, done.stderr) == (0, b"")
+        text = " ".join(done.stdout.decode().split())
+        assert text.startswith(f"Usage: cavectl {name} [OPTIONS]")
+        texts = [getattr(one, "help", None) for one in command(name).params]
+        assert all(one and one in text for one in texts), name
+        assert "\x1b" not in text
 
 
 def test_the_table_says_what_the_commands_say() -> None:
     for name, entry in COMMANDS.items():
-        assert entry.summary == command(name).summary, name
+        assert entry.summary == (command(name).help or "").splitlines()[0], name
     assert set(GROUPS) == {name.split()[0] for name in COMMANDS if " " in name}
 
 

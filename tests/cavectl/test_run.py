@@ -136,9 +136,30 @@ def test_an_answer_without_an_end_is_no_success(home: Home, fake: FakeDaemon) ->
 
 
 def test_a_full_context_is_said(home: Home, fake: FakeDaemon) -> None:
-    fake.replies["x y"] = Reply(["part"], done_reason="length")
+    fake.replies["x y"] = Reply(["part"], done_reason="length", prompt_tokens=8187)
     assert b"the context is full" in home.run("run", "x y").stderr
-    assert home.run("run", "x y", "--max-tokens", "1").stderr == b""
+    assert b"the context is full" in home.run("run", "x y", "--max-tokens", "9").stderr
+
+
+@pytest.mark.parametrize("reason", ["length", "stop"])
+def test_another_limit_is_not_called_a_full_context(home: Home, fake: FakeDaemon, reason: str) -> None:
+    fake.replies["x y"] = Reply(["part"], done_reason=reason, prompt_tokens=8186 if reason == "length" else 8187)
+    assert home.run("run", "x y").stderr == b""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "prompt"),
+    [
+        (["why", "--raw", "is", "--temp=0", "it"], "why is it"),
+        (["--raw", "--", "--stats", "--help"], "--stats --help"),
+        (["--raw", "-o", "stop=a", "-ostop=b", "-", "now"], "piped now"),
+        (["--raw", "--system=", "--stdin", "never", "a b"], "a b"),
+    ],
+)
+def test_options_and_words_mix(home: Home, fake: FakeDaemon, arguments: list[str], prompt: str) -> None:
+    done = home.run("run", *arguments, stdin=b"piped" if "-" in arguments else None)
+    assert done.returncode == 0, done.stderr
+    assert [body["prompt"] for body in fake.bodies("/api/generate")] == [prompt]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -24,8 +24,8 @@ HEAVY = {
     "torch",
     "numpy",
     "tokenizers",
-    "typer",
 }
+PARSER = {"typer", "click", "argparse"}
 SHOW_MODULES = "import sys, cavectl.__main__ as m\ncode = m.main()\nsys.stderr.write(' '.join(sys.modules))\nsys.exit(code)"
 
 
@@ -40,21 +40,21 @@ def modules(home: Home, *arguments: str) -> set[str]:
 
 def test_the_version_is_answered_with_nothing_imported(home: Home) -> None:
     loaded = modules(home, "--version")
-    assert not {name.split(".")[0] for name in loaded} & (HEAVY | {"msgspec", "http", "platformdirs", "argparse"})
+    assert not {name.split(".")[0] for name in loaded} & (HEAVY | PARSER | {"msgspec", "http", "platformdirs"})
     assert home.run("--version").stdout.decode() == f"cavectl {__version__}\n"
 
 
 def test_completion_needs_no_parser(home: Home) -> None:
-    assert not {name.split(".")[0] for name in modules(home, "__complete", "models")} & (HEAVY | {"argparse", "http"})
+    assert not {name.split(".")[0] for name in modules(home, "__complete", "models")} & (HEAVY | PARSER | {"http"})
 
 
 def test_help_imports_no_command(home: Home) -> None:
     loaded = modules(home, "--help")
     assert not {name for name in loaded if name.startswith("cavectl.commands.")}
-    assert "argparse" not in loaded
+    assert not loaded & PARSER
 
 
-@pytest.mark.parametrize("arguments", [("list",), ("run", "Why is it?"), ("ps",)])
+@pytest.mark.parametrize("arguments", [("list",), ("run", "Why is it?"), ("ps",), ("run", "--help")])
 def test_commands_import_what_they_use(home: Home, fake: FakeDaemon, arguments: tuple[str, ...]) -> None:
     assert not {name.split(".")[0] for name in modules(home, *arguments)} & HEAVY
 
