@@ -7,6 +7,7 @@ does (daemon/api) nor who may connect or ask (daemon/protocol.py, daemon/securit
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -23,10 +24,12 @@ from daemon.config import Settings
 from daemon.loaded_model import TextSide
 from daemon.metrics import Metrics
 from daemon.models import ModelManager
-from daemon.store import ModelRecord, Store
+from daemon.store import ModelRecord, Store, StoreSettings, Timeouts
 from daemon.text.chat_template import TemplateHost, template_for
 from daemon.text.tokenizer import EncoderThreads, load_tokenizer
 from engine.errors import CavectlError
+
+log = logging.getLogger("cavectl.app")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ class AppState:
     store: Store
     models: ModelManager
     templates: TemplateHost
-    warming: asyncio.Task[None]
+    chores: asyncio.Task[None]
     admission: Admission
     encoders: EncoderThreads
     metrics: Metrics = field(default_factory=Metrics)
@@ -43,7 +46,15 @@ class AppState:
 
 
 async def startup(settings: Settings) -> AppState:
-    store = Store(settings.data_dir, endpoint=settings.hub_endpoint, token=settings.hub_token or None)
+    store = Store(
+        settings.data_dir,
+        endpoint=settings.hub_endpoint,
+        token=settings.hub_token or None,
+        settings=StoreSettings(
+            index_url=settings.index_url,
+            timeouts=Timeouts(connect_s=settings.connect_timeout_s, read_s=settings.read_timeout_s),
+        ),
+    )
     encoders = EncoderThreads()
 
     def load_text(record: ModelRecord) -> TextSide:
@@ -56,17 +67,26 @@ async def startup(settings: Settings) -> AppState:
         store=store,
         models=ModelManager(settings, store, load_text),
         templates=templates,
-        warming=asyncio.create_task(templates.warm()),
+        chores=asyncio.create_task(_first_chores(templates, store)),
         admission=Admission(settings.max_queue),
         encoders=encoders,
     )
+
+
+async def _first_chores(templates: TemplateHost, store: Store) -> None:
+    """What need not be done before the first request. A chore that fails is tried again by whoever needs it."""
+    for chore in (templates.warm, lambda: asyncio.to_thread(store.collect)):
+        try:
+            await chore()
+        except CavectlError as error:
+            log.warning("at start: %s", error.message)
 
 
 async def shutdown(state: AppState) -> None:
     """End what still runs: each stream with an error event, each model with its process."""
     state.live.cancel_all(CavectlError("the daemon is shutting down", code="shutting_down"))
     await state.live.wait_empty()
-    state.warming.cancel()
+    state.chores.cancel()
     await state.models.shutdown()
     await state.templates.close()
     state.encoders.close()

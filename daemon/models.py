@@ -236,11 +236,11 @@ class ModelManager:
             self._stop(model)
             await model.gone.wait()
 
-    def forget(self, digest: str) -> None:
-        """A model's files were removed: nobody finds it here any more, those who use it finish."""
-        model = self._table.get(digest)
-        if model is not None:
-            self._retire(model)
+    def forget(self, name: str) -> None:
+        """A model's files were removed or are bad: nobody finds it here any more, those who use it finish."""
+        for model in self.loaded:
+            if model.name.casefold() == name.casefold():
+                self._retire(model)
 
     async def shutdown(self) -> None:
         """Stop every worker now; what still runs there ends with an error."""

@@ -22,7 +22,6 @@ from daemon.api.readers import Fields
 from daemon.loaded_model import LoadedModel
 from daemon.store import ModelRecord, PullEvent
 from daemon.text.chat_template import ChatTemplate, template_for
-from engine.errors import CavectlError
 
 COMPATIBLE_VERSION = "0.12.0"  # of the API that clients test for
 FOR_EVER = "9999-12-31T23:59:59Z"
@@ -64,18 +63,8 @@ class Native:
 
     async def delete(self, exchange: Exchange) -> None:
         name = _name(read_fields(exchange, OLLAMA_DELETE))
-        digest = await asyncio.to_thread(self._digest, name)
-        await asyncio.to_thread(self._state.store.remove, name)
-        if digest is not None:
-            self._state.models.forget(digest)
+        self._state.models.forget(await asyncio.to_thread(self._state.store.remove, name))
         await exchange.json({"status": "success"})
-
-    def _digest(self, name: str) -> str | None:
-        """Of a model that can be loaded; a damaged one is removed all the same."""
-        try:
-            return self._state.store.get(name).digest
-        except CavectlError:
-            return None
 
     async def pull(self, exchange: Exchange) -> None:
         fields = read_fields(exchange, OLLAMA_PULL)

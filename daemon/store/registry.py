@@ -181,12 +181,16 @@ class Registry:
         return installed
 
     def remove(self, name: ModelName) -> bool:
-        """Hides the model at once, then unlinks what the store created. False when there is none."""
+        """Hides the model at once, then unlinks what the store created. False when there is none.
+
+        A folder whose manifest cannot be read goes too, as a whole to `kept/`: nothing says which of its files are the store's.
+        """
         removed = False
-        while (model := self.installed(name)) is not None:
-            with storage_errors(f"remove {name}"), self._open(model.folder.parent) as variants:
-                self._retire(variants, model.folder.name)
-            removed = True
+        with storage_errors(f"remove {name}"):
+            for folder in self._own_folders(name):
+                with self._open(folder.parent) as variants:
+                    self._retire(variants, folder.name)
+                removed = True
         self._prune(name)
         return removed
 
@@ -243,6 +247,20 @@ class Registry:
         for folder in _subfolders(variants):
             if os.path.lexists(below(folder, MANIFEST)):
                 yield folder
+
+    def _own_folders(self, name: ModelName) -> list[Path]:
+        """The folders of this name, readable or not."""
+        return [
+            folder
+            for folder in self._model_folders(self._paths.variants(name))
+            if folder.name.startswith(tag_prefix(name)) and self._may_be(folder, name)
+        ]
+
+    def _may_be(self, folder: Path, name: ModelName) -> bool:
+        try:
+            return self._read(folder).name.key == name.key
+        except CavectlError:
+            return True
 
     def _read(self, path: Path) -> Installed:
         try:

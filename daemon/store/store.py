@@ -94,14 +94,15 @@ class Store:
         self._importer.check_present(model)
         return self._registry.record(model, vocabulary=True)
 
-    def remove(self, name: str) -> None:
-        """Removes the model and what a cut pull of it left. Files that the user has elsewhere stay."""
+    def remove(self, name: str) -> str:
+        """Removes the model and what a cut pull of it left; gives its full name. Files that the user has elsewhere stay."""
         parsed = self._canonical(name)
         removed = self._registry.remove(parsed)
         with storage_errors(f"remove {parsed}"):
             freed = self._partials.collect(older_than_s=0, model=parsed)
         if not removed and not freed:
             raise self._not_found(parsed.display)
+        return parsed.display
 
     def collect(self, *, older_than_s: float | None = None) -> int:
         """Clears what killed processes left, partials by age; gives the bytes freed. Pulls that run are left alone."""

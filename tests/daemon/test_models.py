@@ -333,7 +333,7 @@ def test_removed_while_used(run: Run) -> None:
     async def work(bench: Bench) -> None:
         async with bench.models.lease("a") as model:
             del bench.shelf.records["a"]
-            bench.models.forget("sha256:a")
+            bench.models.forget("A")
             assert not bench.models.loaded and model.worker.alive
             with pytest.raises(ModelNotFound):
                 await bench.use()
@@ -370,7 +370,7 @@ def test_shutdown_stops_what_is_out_of_the_table_too(run: Run) -> None:
     async def work(bench: Bench) -> None:
         lease = bench.models.lease("a")
         model = await lease.__aenter__()
-        bench.models.forget("sha256:a")
+        bench.models.forget("A")
         await bench.models.shutdown()
         assert not psutil.pid_exists(model.worker.pid)
         await lease.__aexit__(None, None, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,3 +85,12 @@ def test_the_last_client_leaves_and_the_next_pull_goes_on_where_it_was(daemon: S
     lines = ndjson(daemon.post("/api/pull", {"model": NAME}).body)
     assert lines[-1] == {"status": "success"}
     assert hub.sent("model.safetensors") <= size(remote) + (3 << 20)
+
+
+def test_the_times_of_the_settings_reach_the_download(hub: FakeHub, tiny_model: Path, remote: Path) -> None:
+    """A hub that stops sending is given up after read_timeout_s (30 s if nobody says), and the pull goes on where it was."""
+    hub.faults.append(Fault("stall", path="model.safetensors", at=size(remote) // 2))
+    with scripted_daemon(tiny_model, hub_endpoint=hub.endpoint, read_timeout_s="0.3") as daemon:
+        began = time.monotonic()
+        assert ndjson(daemon.post("/api/pull", {"model": NAME}).body)[-1]["status"] == "success"
+        assert time.monotonic() - began < 15

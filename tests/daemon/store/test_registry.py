@@ -187,8 +187,18 @@ def test_hostile_manifest_unlinks_nothing_outside(pulled: Store, tmp_path: Path)
     data = json.loads(manifest.read_bytes())
     data["files"].append({"name": "../" * 5 + "victim", "size": 1, "sha256": "0" * 64})
     manifest.write_text(json.dumps(data))
-    assert code_of(lambda: pulled.remove(NAME)) == "corrupt_file"
-    assert victim.exists()
+    pulled.remove(NAME)
+    assert victim.exists() and pulled.list() == []
+    (kept,) = (pulled.root / "kept").iterdir()
+    assert (kept / "m.gguf").exists()  # nothing trustworthy says whose it is
+
+
+@pytest.mark.parametrize("data", [b"", b"{"])
+def test_a_model_without_a_readable_manifest_is_removed(pulled: Store, data: bytes) -> None:
+    manifest = pulled.get(NAME).root / "manifest.json"
+    manifest.write_bytes(data)
+    assert pulled.remove(NAME.upper()).casefold() == f"{NAME}:latest".casefold()
+    assert not manifest.exists() and code_of(lambda: pulled.get(NAME)) == "model_not_found"
 
 
 def test_remove_leaves_nothing(pulled: Store) -> None:
