@@ -41,6 +41,7 @@ EXIT_CODES: Mapping[ErrorCode, ExitCode] = MappingProxyType(
         "corrupt_file": ExitCode.ERROR,
         "hash_mismatch": ExitCode.NETWORK,
         "no_space": ExitCode.ERROR,
+        "no_process": ExitCode.ERROR,
         "network_error": ExitCode.NETWORK,
         "hub_unauthorized": ExitCode.NETWORK,
         "hub_not_found": ExitCode.NOT_FOUND,

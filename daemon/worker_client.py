@@ -190,7 +190,10 @@ class WorkerClient:
 
     @classmethod
     async def _spawn(cls, command: Sequence[str], on_progress: Callable[[LoadProgress], None]) -> WorkerClient:
-        ours, theirs = socket.socketpair()
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            raise CavectlError(f"cannot start the worker: {error.strerror}", code="worker_died") from error
         with theirs:
             try:
                 process = await asyncio.create_subprocess_exec(

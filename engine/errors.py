@@ -24,6 +24,7 @@ ErrorCode = Literal[
     "corrupt_file",  # a file breaks its own format
     "hash_mismatch",
     "no_space",
+    "no_process",  # a helper process cannot be started: the machine is out of processes, memory or files
     "network_error",
     "hub_unauthorized",
     "hub_not_found",

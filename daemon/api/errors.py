@@ -33,6 +33,7 @@ STATUS: Mapping[ErrorCode, int] = {
     "corrupt_file": 500,
     "hash_mismatch": 502,
     "no_space": 507,
+    "no_process": 503,
     "network_error": 502,
     "hub_unauthorized": 502,
     "hub_not_found": 404,

@@ -30,7 +30,7 @@ class ChildResult:
 
 
 async def run_child(argv: Sequence[str], *, cwd: Path, limit_bytes: int, environ: Mapping[str, str] | None = None) -> ChildResult:
-    """Waits for the child. CavectlError (store_error) when it cannot start or prints more than `limit_bytes`."""
+    """Waits for the child. CavectlError when it cannot start (no_process) or prints more than `limit_bytes` (store_error)."""
     try:
         process = await asyncio.create_subprocess_exec(
             *argv,
@@ -41,8 +41,11 @@ async def run_child(argv: Sequence[str], *, cwd: Path, limit_bytes: int, environ
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,
         )
-    except OSError as error:
-        raise CavectlError(f"cannot start {Path(argv[0]).name}: {error.strerror}", code="store_error") from error
+    except (OSError, MemoryError) as error:
+        why = getattr(error, "strerror", None) or "no memory"
+        raise CavectlError(
+            f"cannot start {Path(argv[0]).name}: {why}", code="no_process", hint="close other programs, then try again"
+        ) from error
     try:
         output, errors = await asyncio.gather(_read_up_to(process.stdout, limit_bytes), _read_tail(process.stderr))
         return ChildResult(await process.wait(), output, errors)

@@ -68,7 +68,7 @@ class TemplateHost:
     async def warm(self) -> None:
         helpers = [self._free.get_nowait() for _ in range(self._free.qsize())]
         try:
-            await asyncio.gather(*(helper.start() for helper in helpers))
+            await asyncio.gather(*(_started(helper) for helper in helpers))
         finally:
             for helper in helpers:
                 self._free.put_nowait(helper)
@@ -87,7 +87,7 @@ class TemplateHost:
         continue_final_message: bool = False,
         extra: Mapping[str, Any] | None = None,
     ) -> list[Piece]:
-        """Raises `invalid_request`, `template_error` or `template_timeout`.
+        """Raises `invalid_request`, `template_error`, `template_timeout` or `no_process`.
 
         `continue_final_message`: the prompt ends with the text of the last message, which the model goes on writing.
         """
@@ -146,8 +146,10 @@ class TemplateHost:
 async def _started(helper: _Helper) -> None:
     try:
         await helper.start()
-    except (OSError, EOFError) as error:  # among them: out of time, out of file descriptors, ended at once
-        raise CavectlError("the process that renders chat templates does not start", code="template_error") from error
+    except (OSError, EOFError, MemoryError) as error:  # among them: out of processes, files or time, ended at once
+        raise CavectlError(
+            "the process that renders chat templates does not start", code="no_process", hint="close other programs, then try again"
+        ) from error
 
 
 _TEMPLATE_HINT = "the template comes with the model; raw completion does not need it"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.daemon.process import running
-from tests.daemon.scripted import Scripted, ndjson, spelled
+from tests.daemon.scripted import Scripted, spelled
 from tests.daemon.wire import until
 
 NAME = "tiny/bad:latest"

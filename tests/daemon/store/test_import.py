@@ -313,6 +313,11 @@ def test_child_that_misbehaves(make_store: MakeStore, gguf_file: Path, program: 
     assert leftovers(store.root) == []
 
 
+def test_child_that_cannot_start(make_store: MakeStore, gguf_file: Path) -> None:
+    error = refused(make_store(inspector=ChildInspector(command=("/nowhere/python",))), gguf_file)
+    assert error.code == "no_process" and "/nowhere" not in error.message
+
+
 def test_real_child(make_store: MakeStore, gguf_file: Path, real_model_path: Path) -> None:
     store = make_store(inspector=ChildInspector())
     take(store, gguf_file, "tiny")

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from daemon.api.errors import STATUS
 from daemon.text.chat_template import TemplateHost
+from tests.daemon.process import ROOT
 from tests.daemon.text.rendering import USER, error_of, run, text_of
 
 
@@ -281,6 +285,43 @@ def test_a_helper_that_does_not_start_says_so(monkeypatch: pytest.MonkeyPatch, t
     async def scenario(host: TemplateHost) -> None:
         for _ in range(2):
             error = await error_of(host, "{{ 1 }}")
-            assert error.message == "the process that renders chat templates does not start"
+            assert error.message == "the process that renders chat templates does not start" and error.code == "no_process"
 
     run(scenario)
+
+
+NO_MORE_PROCESSES = """
+import asyncio, os, resource, sys, uvloop
+from pathlib import Path
+from daemon.store.children import run_child
+from daemon.text.chat_template import TemplateHost
+from engine.errors import CavectlError
+from tests.daemon.text.rendering import Limits, error_of
+
+async def main():
+    host = TemplateHost(Limits(), 1)
+    print((await error_of(host, "{{ 1 }}")).code)
+    try:
+        await host.warm()
+    except CavectlError as error:
+        print(error.code)
+    await host.close()
+    try:
+        await run_child([sys.executable, "-c", ""], cwd=Path("/"), limit_bytes=1)
+    except CavectlError as error:
+        print(error.code)
+
+uvloop.new_event_loop().close()
+resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+if os.geteuid() == 0:  # the limit does not bind root
+    os.setuid(65534)
+uvloop.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit counts otherwise there")
+def test_a_machine_without_processes_to_spare_is_said_to_be_that() -> None:
+    """A helper, a warm start and any other child: fork fails, as RLIMIT_NPROC or the memory of a machine can make it."""
+    ended = subprocess.run([sys.executable, "-c", NO_MORE_PROCESSES], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert ended.stdout.split() == ["no_process"] * 3, ended.stderr
+    assert STATUS["no_process"] == 503
