@@ -71,11 +71,10 @@ def test_every_import_is_in_pyproject() -> None:
     declared = {re.split(r"[;\[=<>~! ]", d)[0].lower() for d in project["dependencies"]}
     ours = {"cavectl", "daemon", "engine"}
     names = {"huggingface_hub": "huggingface-hub", "prompt_toolkit": "prompt_toolkit", "pynvml": "nvidia-ml-py"}
-    via_torch_or_typer = {"click"}
     for package in sorted(ours):
         for path in modules(package):
             for name in imported(path):
                 top = name.split(".")[0]
-                if top in ours or top in sys.stdlib_module_names or top in via_torch_or_typer or top == "__future__":
+                if top in ours or top in sys.stdlib_module_names or top == "__future__":
                     continue
                 assert names.get(top, top).lower() in declared, f"{path.relative_to(ROOT)} imports {top}"
