@@ -104,6 +104,7 @@ def build_routes(state: AppState) -> list[Route]:
         route("POST", "/api/show", native.show),
         route("POST", "/api/pull", native.pull),
         route("POST", "/api/import", native.import_),
+        route("POST", "/api/verify", native.verify),
         route("DELETE", "/api/delete", native.delete),
         route("POST", "/api/generate", ollama.generate),
         route("POST", "/api/chat", ollama.chat),

@@ -57,22 +57,24 @@ def import_model(
 ) -> None:
     """Take in a model that is already on this machine."""
     environment: Environment = context.obj
-    take_in(environment, environment.daemon, path, name, mode, json=json)
+    imported = take_in(environment, environment.daemon, path, name, mode, json=json)
+    if not json:
+        environment.console.note(f"imported as {imported}")
 
 
-def take_in(environment: Environment, client: Client, path: Path, name: str, mode: ImportMode, *, json: bool = False) -> None:
-    """Import a path, showing how far it is. `name` "": the daemon makes one from the path."""
+def take_in(environment: Environment, client: Client, path: Path, name: str, mode: ImportMode, *, json: bool = False) -> str:
+    """Import a path, showing how far it is; gives the model's full name. `name` "": the daemon makes one from the path."""
     whole = path.expanduser().absolute()
     if not whole.exists():
         raise CavectlError(
             f"no file or folder {path}", hint="give the path of a .gguf file or of a model folder", code="model_not_found"
         )
     body = {"path": clean(str(whole)), "mode": mode, "stream": True} | ({"name": clean(name)} if name else {})
-    transfer(environment, client, "/api/import", body, json=json)
+    return str(transfer(environment, client, "/api/import", body, json=json).get("model", name))
 
 
-def transfer(environment: Environment, client: Client, route: str, body: dict[str, Any], *, json: bool) -> None:
-    """Follow one transfer to its success."""
+def transfer(environment: Environment, client: Client, route: str, body: dict[str, Any], *, json: bool) -> dict[str, Any]:
+    """Follow one transfer to its success; gives its last event."""
     with client.stream(route, body) as events:
         if json:
             last = _print_events(environment, events)
@@ -83,6 +85,7 @@ def transfer(environment: Environment, client: Client, route: str, body: dict[st
         raise CavectlError("the transfer ended before it was complete", hint="run the same command again", code="network_error")
     if not environment.url:
         remember(environment.settings.data_dir, [m["name"] for m in client.get("/api/tags")["models"]])
+    return last
 
 
 def _print_events(environment: Environment, events: Any) -> dict[str, Any]:

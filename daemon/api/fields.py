@@ -173,6 +173,7 @@ OLLAMA_PULL = Table.of(
     _refused("insecure", neutral=(False,)),
     _refused("username", "password", neutral=("",)),
 )
+VERIFY = Table.of(_BY_NAME, [Field("stream", Flag())])
 IMPORT = Table.of(
     [
         Field("path", Str(4096), required=True),

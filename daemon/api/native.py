@@ -1,7 +1,7 @@
-"""Routes about models: version, tags, show, ps, pull, import, delete; and the liveness line at /.
+"""Routes about models: version, tags, show, ps, pull, import, verify, delete; and the liveness line at /.
 
 Shapes are Ollama's, because clients probe these routes; what is ours beside them is said in the README. Invariant: nothing here
-generates, and a pull or import goes on only while somebody waits for it.
+generates, and a pull, import or verification goes on only while somebody waits for it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from daemon.answer import Exchange
 from daemon.api.errors import BadField
-from daemon.api.fields import IMPORT, OLLAMA_DELETE, OLLAMA_PULL, OLLAMA_SHOW
+from daemon.api.fields import IMPORT, OLLAMA_DELETE, OLLAMA_PULL, OLLAMA_SHOW, VERIFY
 from daemon.api.intake import read_fields
 from daemon.api.ollama import timestamp
 from daemon.api.openai import State
@@ -22,9 +22,11 @@ from daemon.api.readers import Fields
 from daemon.loaded_model import LoadedModel
 from daemon.store import ModelRecord, PullEvent
 from daemon.text.chat_template import ChatTemplate, template_for
+from engine.errors import CavectlError
 
 COMPATIBLE_VERSION = "0.12.0"  # of the API that clients test for
 FOR_EVER = "9999-12-31T23:59:59Z"
+DONE = "success"
 
 Progress = Callable[[PullEvent], None]
 
@@ -76,6 +78,19 @@ class Native:
         path, name, mode = fields.get("path"), fields.get("name"), fields.get("mode", default="auto")
         await _follow(exchange, fields, lambda progress: self._state.store.import_path(path, name, mode, progress))
 
+    async def verify(self, exchange: Exchange) -> None:
+        fields = read_fields(exchange, VERIFY)
+        name = await asyncio.to_thread(self._state.store.full_name, _name(fields))
+        await _follow(exchange, fields, lambda progress: self._verify(name, progress))
+
+    async def _verify(self, name: str, progress: Progress) -> ModelRecord:
+        try:
+            return await self._state.store.verify(name, progress)
+        except CavectlError as error:
+            if error.code == "hash_mismatch":  # nobody can ask for it now, so nothing is gained by its staying in memory
+                self._state.models.forget(name)
+            raise
+
 
 def _name(fields: Fields) -> str:
     name = fields.get("model", "name")
@@ -87,28 +102,33 @@ def _name(fields: Fields) -> str:
 async def _follow(exchange: Exchange, fields: Fields, work: Callable[[Progress], Awaitable[ModelRecord]]) -> None:
     """Answer with the progress of `work` as it comes, or only with its end."""
     if not fields.get("stream", default=True):
-        await work(lambda _: None)
-        await exchange.json({"status": "success"})
+        await exchange.json(_done(await work(lambda _: None)))
         return
     loop = asyncio.get_running_loop()
     queue: asyncio.Queue[PullEvent | None] = asyncio.Queue()
 
-    async def run() -> None:
+    async def run() -> ModelRecord:
         try:
-            await work(lambda event: loop.call_soon_threadsafe(queue.put_nowait, event) and None)
+            return await work(lambda event: loop.call_soon_threadsafe(queue.put_nowait, event) and None)
         finally:
             loop.call_soon_threadsafe(queue.put_nowait, None)
 
     task = asyncio.create_task(run())
     try:
         while (event := await queue.get()) is not None:
-            if queue.empty() or event.completed in (0, event.total):  # a slow reader gets the newest count only
+            newest = queue.empty() or event.completed in (0, event.total)  # a slow reader gets the newest count only
+            if newest and event.status != DONE:
                 await exchange.event(_progress(event))
-        await task
+        await exchange.event(_done(await task))
         await exchange.end()
     finally:
         task.cancel()
         await asyncio.wait({task})
+
+
+def _done(record: ModelRecord) -> dict[str, Any]:
+    """The last line: that it worked, and the full name of the model."""
+    return {"status": DONE, "model": record.name}
 
 
 def _progress(event: PullEvent) -> dict[str, Any]:

@@ -94,6 +94,10 @@ class Store:
         self._importer.check_present(model)
         return self._registry.record(model, vocabulary=True)
 
+    def full_name(self, name: str) -> str:
+        """The name under which an installed model is listed, whether or not its files are good."""
+        return self._find(name).name.display
+
     def remove(self, name: str) -> str:
         """Removes the model and what a cut pull of it left; gives its full name. Files that the user has elsewhere stay."""
         parsed = self._canonical(name)

@@ -112,6 +112,7 @@ def test_import_sends_the_whole_path(home: Home, fake: FakeDaemon, tmp_path: Pat
     done = home.run("import", str(path), "--name", "mine", environ={"LANG": "C", "LC_ALL": "C"})
     assert done.returncode == 0, done.stderr
     assert fake.bodies("/api/import") == [{"path": str(path), "name": "mine", "mode": "auto", "stream": True}]
+    assert done.stdout == b"" and done.stderr.endswith(b"imported as mine\n")
 
 
 def test_import_of_nothing(home: Home, fake: FakeDaemon) -> None:

@@ -31,7 +31,7 @@ def real(model_folder: Path) -> Iterator[Home]:
     with real_home() as home:
         done = home.run("import", str(model_folder), "--name", "tiny/rand", environ={"LC_ALL": "C"})
         assert done.returncode == 0, done.stderr
-        assert done.stderr.endswith(b"success\n")
+        assert done.stderr.endswith(f"success\nimported as {MODEL}\n".encode())
         yield home
 
 

@@ -6,11 +6,12 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.daemon.process import running
-from tests.daemon.scripted import Scripted, spelled
+from tests.daemon.scripted import Scripted, ndjson, spelled
 from tests.daemon.wire import until
 
 NAME = "tiny/bad:latest"
@@ -54,6 +55,38 @@ def test_a_damaged_model_is_removed_and_its_loaded_copy_forgotten(daemon: Script
     assert loaded(daemon) == [NAME]
     delete(daemon)
     assert not weights.parent.exists()
+
+
+def verify(daemon: Scripted) -> list[Any]:
+    return ndjson(daemon.post("/api/verify", {"model": NAME.upper()}).body)
+
+
+def test_verify_names_the_bad_file_and_frees_the_memory(daemon: Scripted, weights: Path) -> None:
+    lines = verify(daemon)
+    assert lines[-1] == {"status": "success", "model": NAME} and loaded(daemon) == [NAME]
+    reports = [line for line in lines if line.get("file") == weights.name]
+    assert reports and all(line["status"] == f"verifying {weights.name}" for line in reports)
+    assert reports[-1]["completed"] == reports[-1]["total"] == weights.stat().st_size
+
+    good = weights.read_bytes()
+    weights.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    last = verify(daemon)[-1]
+    assert last["code"] == "hash_mismatch" and weights.name in last["error"] and last["hint"]
+    until(lambda: loaded(daemon) == [] or None)
+    reply = daemon.post("/api/verify", {"model": NAME, "stream": False})
+    assert reply.code == "hash_mismatch" and weights.name in reply.json["error"]
+    assert daemon.post("/v1/completions", {"model": NAME, "prompt": "q"}).code == "hash_mismatch"
+
+    weights.write_bytes(good)
+    assert daemon.post("/api/verify", {"model": NAME, "stream": False}).json == {"status": "success", "model": NAME}
+    daemon.script(spelled("x"))
+    assert daemon.post("/v1/completions", {"model": NAME, "prompt": "q"}).status == 200
+
+
+def test_verify_of_what_is_not_here(daemon: Scripted) -> None:
+    reply = daemon.post("/api/verify", {"model": "tiny/nothing"})
+    assert (reply.status, reply.code) == (404, "model_not_found")
+    assert daemon.post("/api/verify", {}).code == "invalid_request"
 
 
 def test_what_a_killed_daemon_left_is_cleared_at_the_start() -> None:

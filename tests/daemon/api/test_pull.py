@@ -44,14 +44,14 @@ def size(folder: Path) -> int:
 
 def test_pull_then_chat(daemon: Scripted) -> None:
     lines = ndjson(daemon.post("/api/pull", {"model": NAME}).body)
-    assert lines[-1] == {"status": "success"}
+    assert lines[-1] == {"status": "success", "model": f"{NAME}:latest"}
     counts = [line["completed"] for line in lines if line.get("file") == "model.safetensors"]
     assert counts == sorted(counts) and all(line["completed"] <= line["total"] for line in lines if "total" in line)
     assert any(model["name"].startswith(NAME) for model in daemon.get("/api/tags").json["models"])
     daemon.script(spelled("o", "k"))
     body = {"model": NAME, "messages": [{"role": "user", "content": "q"}]}
     assert daemon.post("/v1/chat/completions", body).json["choices"][0]["message"]["content"] == "ok"
-    assert daemon.post("/api/pull", {"model": NAME, "stream": False}).json == {"status": "success"}
+    assert daemon.post("/api/pull", {"model": NAME, "stream": False}).json == lines[-1]
 
 
 def test_errors_before_and_after_the_first_line(daemon: Scripted, hub: FakeHub) -> None:
@@ -71,7 +71,7 @@ def test_one_client_leaves_and_the_other_gets_its_model(daemon: Scripted, hub: F
     leaves.close()
     lines = ndjson(stays.reply().body)
     stays.close()
-    assert lines[-1] == {"status": "success"}
+    assert lines[-1] == {"status": "success", "model": f"{NAME}:latest"}
     assert hub.sent("model.safetensors") == size(remote), "fetched once for both"
 
 
@@ -83,7 +83,7 @@ def test_the_last_client_leaves_and_the_next_pull_goes_on_where_it_was(daemon: S
     until(lambda: sum(file.stat().st_size for file in partial.rglob("*")) >= size(remote) // 2 - (2 << 20) or None)
     client.close()
     lines = ndjson(daemon.post("/api/pull", {"model": NAME}).body)
-    assert lines[-1] == {"status": "success"}
+    assert lines[-1] == {"status": "success", "model": f"{NAME}:latest"}
     assert hub.sent("model.safetensors") <= size(remote) + (3 << 20)
 
 

@@ -22,6 +22,7 @@ ROUTES = {
     ("POST", "/api/show"),
     ("POST", "/api/pull"),
     ("POST", "/api/import"),
+    ("POST", "/api/verify"),
     ("DELETE", "/api/delete"),
     ("POST", "/api/generate"),
     ("POST", "/api/chat"),
@@ -133,9 +134,8 @@ def test_context_of_a_request(daemon: Scripted) -> None:
 
 def test_import_remove_and_a_removed_model_that_runs(daemon: Scripted, tiny_model: Path) -> None:
     lines = ndjson(daemon.post("/api/import", {"path": str(tiny_model), "name": "tiny/other"}).body)
-    assert lines[-1] == {"status": "success"} and all(
-        set(line) <= {"status", "file", "digest", "total", "completed"} for line in lines
-    )
+    assert lines.pop() == {"status": "success", "model": "tiny/other:latest"}
+    assert all(set(line) <= {"status", "file", "digest", "total", "completed"} for line in lines)
     daemon.script(spelled("x"), repeat=True, every_ms=30)
     body = {"model": "tiny/other", "messages": [{"role": "user", "content": "q"}], "max_tokens": 20}
     done: list[Any] = []
@@ -154,7 +154,7 @@ def test_import_remove_and_a_removed_model_that_runs(daemon: Scripted, tiny_mode
 
 def test_import_without_progress(daemon: Scripted, tiny_model: Path) -> None:
     reply = daemon.post("/api/import", {"path": str(tiny_model), "name": "tiny/third", "mode": "copy", "stream": False})
-    assert reply.json == {"status": "success"}
+    assert reply.json == {"status": "success", "model": "tiny/third:latest"}
     assert daemon.post("/api/delete", {"name": "tiny/third"}, method="DELETE").status == 200
 
 
