@@ -32,6 +32,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripted]:
 
 
 def oracle(
+    prompt: Sequence[int] = PROMPT,
     *,
     repeat: float = 1.0,
     last_n: int = 64,
@@ -40,13 +41,13 @@ def oracle(
     bias: Mapping[int, float] = {},
     banned: Mapping[int, Sequence[int]] = {},
 ) -> list[int]:
-    """COUNT greedy tokens after PROMPT, in the order design.md gives: bias, repetition, presence and frequency.
+    """COUNT greedy tokens after the prompt, in the order design.md gives: bias, repetition, presence and frequency.
 
     `banned`: ids that may not come as the output's token of that number.
     """
     output: list[int] = []
     while len(output) < COUNT:
-        whole = PROMPT + output
+        whole = [*prompt, *output]
         scores = oracle_logits(TINY, whole)[-1].tolist()
         window = whole if last_n < 0 else whole[max(0, len(whole) - last_n) :]
         for token in range(len(scores)):
@@ -80,19 +81,23 @@ PLAIN = oracle_greedy(TINY, PROMPT, COUNT)
 # --- B17: penalties -------------------------------------------------------------------------------------------------------------
 
 
+ONLY_LETTERS = dict.fromkeys(spelled(*"abcdefghijk"), 30.0)  # eleven tokens to choose from: a penalty on one always shows
+LETTERED = spelled(*("fabcdegh" + "ij" * 40))
+
+
 @pytest.mark.parametrize("last_n", [0, 1, 8, -1])
 def test_b17_repetition_looks_at_the_last_n_of_prompt_and_output(daemon: Scripted, last_n: int) -> None:
-    expected = text_of(oracle(repeat=2.0, last_n=last_n))
+    expected = text_of(oracle(LETTERED, repeat=2.0, last_n=last_n, bias=ONLY_LETTERS))
+    fields = {"repeat_penalty": 2.0, "repeat_last_n": last_n, "logit_bias": {str(k): v for k, v in ONLY_LETTERS.items()}}
     daemon.unload()
-    cold = text(daemon, repeat_penalty=2.0, repeat_last_n=last_n)
-    warm = text(daemon, repeat_penalty=2.0, repeat_last_n=last_n)
+    cold, warm = (text(daemon, prompt=LETTERED, **fields) for _ in range(2))
     assert cold == warm == expected
 
 
-def test_b17_the_windows_give_different_texts() -> None:
-    """Or the test above could not fail: no window is plain greedy, and each other one shows."""
-    assert oracle(repeat=2.0, last_n=0) == PLAIN
-    assert len({tuple(oracle(repeat=2.0, last_n=n)) for n in (0, 1, 8, -1)}) == 4
+def test_b17_another_window_gives_another_text() -> None:
+    """Or the test above could not fail: one token more or fewer shows."""
+    windows = (0, 1, 2, 7, 8, 9, 64, -1)
+    assert len({tuple(oracle(LETTERED, repeat=2.0, last_n=n, bias=ONLY_LETTERS)) for n in windows}) == len(windows)
 
 
 @pytest.mark.parametrize(("presence", "frequency"), [(2.0, 0.0), (0.0, 1.5), (-1.5, 0.0), (1.0, -1.0)])
