@@ -36,6 +36,7 @@ COMMANDS: Mapping[str, Entry] = MappingProxyType(
         "list": Entry("cavectl.commands.models:list_models", "List the models at hand."),
         "ls": Entry("cavectl.commands.models:list_models", "List the models at hand.", hidden=True),
         "show": Entry("cavectl.commands.models:show", "Show what a model is."),
+        "verify": Entry("cavectl.commands.verify:verify", "Hash the files of models again, and compare."),
         "rm": Entry("cavectl.commands.models:remove", "Remove models."),
         "ps": Entry("cavectl.commands.models:loaded", "List the models in memory."),
         "stop": Entry("cavectl.commands.models:stop", "Take a model out of memory."),

@@ -38,6 +38,7 @@ class Reply:
 class FakeDaemon:
     models: list[str] = field(default_factory=lambda: [MODEL])
     pullable: list[str] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list)
     replies: dict[str, Reply] = field(default_factory=dict)
     version: str | None = __version__
     pull_pause_s: float = 0.0
@@ -149,6 +150,19 @@ def _handler(fake: FakeDaemon) -> type[BaseHTTPRequestHandler]:
             self._line({"status": "importing", "total": 10, "completed": 10})
             self._line({"status": "success", "model": name})
             self._end_stream()
+
+        def _verify(self, body: Any) -> None:
+            name = body["model"]
+            if name not in fake.models:
+                return self._not_found(name)
+            self._start_stream()
+            self._line({"status": "verifying m.gguf", "total": 10, "completed": 10})
+            if name in fake.damaged:
+                hint = f"cavectl pull {name} gets it again"
+                self._line({"error": f"{name} is damaged: m.gguf", "code": "hash_mismatch", "hint": hint})
+            else:
+                self._line({"status": "success", "model": name})
+            return self._end_stream()
 
         def _generate(self, body: Any) -> None:
             if "prompt" in body:

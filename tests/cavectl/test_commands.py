@@ -105,6 +105,29 @@ def test_an_interrupted_pull_says_what_it_leaves(home: Home, fake: FakeDaemon) -
     assert fake.left.wait(5)
 
 
+def test_verify(home: Home, fake: FakeDaemon) -> None:
+    fake.models += ["b:1"]
+    done = home.run("verify", MODEL, "b:1")
+    assert (done.returncode, done.stdout) == (0, b"")
+    assert done.stderr.decode().splitlines()[-1] == "b:1 is whole"
+    fake.damaged.append(MODEL)
+    done = home.run("verify", MODEL, "b:1", "--json")
+    assert done.returncode == 1
+    assert json.loads(done.stdout) == {
+        "models": [
+            {
+                "model": MODEL,
+                "error": f"{MODEL} is damaged: m.gguf",
+                "code": "hash_mismatch",
+                "hint": f"cavectl pull {MODEL} gets it again",
+            },
+            {"status": "success", "model": "b:1"},
+        ]
+    }
+    assert f"error: {MODEL} is damaged: m.gguf".encode() in done.stderr
+    assert home.run("verify", "nobody").returncode == 3
+
+
 def test_import_sends_the_whole_path(home: Home, fake: FakeDaemon, tmp_path: Path) -> None:
     path = tmp_path / "Ж é 模型" / "m 1.gguf"
     path.parent.mkdir()
