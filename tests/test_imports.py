@@ -1,4 +1,4 @@
-"""The import rules of the folders: who may know whom. A rule broken here is a seam lost."""
+"""The rules of the folders: what stands at the top, who may import whom. A rule broken here is a seam lost."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ BANNED_CALLS = {"eval", "exec"}
 BANNED_MODULES = {"pickle", "cPickle", "dill", "shelve", "marshal", "yaml"}
 
 
+TOP_LEVEL = {"cavectl", "completions", "daemon", "engine", "tests"}
+TOP_LEVEL |= {"LICENSE", "README.md", "constraints.txt", "install.sh", "pyproject.toml"}
+
+
 def modules(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
@@ -28,6 +32,26 @@ def imported(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
             names.add(node.module)
     return names
+
+
+def test_nothing_else_stands_at_the_top() -> None:
+    """Besides what Git ignores and names that begin with a dot."""
+    ignored = {"build", "dist", "__pycache__"}
+    names = {path.name for path in ROOT.iterdir() if not path.name.startswith(".") and not path.name.endswith(".egg-info")}
+    assert names - ignored == TOP_LEVEL
+
+
+def test_the_package_is_what_its_description_says() -> None:
+    import tomllib
+
+    described = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    project = described["project"]
+    assert project["name"] == "cavectl" and project["scripts"] == {"cavectl": "cavectl.__main__:main"}
+    assert project["license"] == "Apache-2.0" and "Apache License" in (ROOT / "LICENSE").read_text(encoding="utf-8")[:200]
+    assert set(project["optional-dependencies"]) == {"test", "plots", "cluster"}
+    assert described["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"] == ["cavectl", "daemon", "engine"]
+    pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    assert any(line.split("#")[0].strip() == "torch==2.13.0" for line in pinned)
 
 
 def test_there_is_something_to_check() -> None:

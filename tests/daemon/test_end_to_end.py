@@ -5,20 +5,23 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
+from tests.daemon.process import running
 from tests.daemon.real_worker import real_daemon, send, text_of
 from tests.daemon.scripted import MODEL, Scripted, ndjson, post, spelled, sse
 from tests.daemon.wire import until
-from tests.fixtures.tiny_rand import oracle_greedy, tiny_rand
+from tests.fixtures.gguf_writer import byte_vocabulary, gguf_bytes, llama_gguf
+from tests.fixtures.tiny_rand import oracle_greedy, oracle_logits, tiny_rand
 from tests.fixtures.tiny_tok import write_tiny_tok
 
 REAL = "smollm2/test:latest"
 TINY = tiny_rand(context_tokens=256)
-
 
 # --- the tiny model -----------------------------------------------------------------------------------------------------------
 
@@ -72,8 +75,6 @@ def test_a_seed_repeats_the_draw(tiny: Scripted) -> None:
 def test_logprobs_are_the_models(tiny: Scripted) -> None:
     import torch
 
-    from tests.fixtures.tiny_rand import oracle_logits
-
     ids = spelled(*"the sky")
     body = {"model": MODEL, "prompt": ids, "max_tokens": 1, "temperature": 0, "logprobs": 3, "ignore_eos": True}
     got = send(tiny, "/v1/completions", body).json["choices"][0]["logprobs"]
@@ -91,6 +92,27 @@ def test_a_stop_string_ends_the_sequence_in_the_engine(tiny: Scripted) -> None:
     choice = send(tiny, "/v1/completions", body).json["choices"][0]
     assert choice["text"] == text[: text.index(stop)] and choice["finish_reason"] == "stop"
     until(lambda: all(model["requests"] == 0 for model in tiny.get("/api/ps").json["models"]) or None)
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+@pytest.mark.parametrize("mode", ["auto", "copy"])
+def test_b28_unicode_in_every_path_under_the_c_locale(tmp_path: Path, form: Literal["NFC", "NFD"], mode: str) -> None:
+    """Store, sockets, temporary files and the model itself, in folders that a C locale cannot spell."""
+    home = tmp_path / unicodedata.normalize(form, "Ж é 模型 ")
+    model = home / unicodedata.normalize(form, "m é 1.gguf")
+    (home / "tmp").mkdir(parents=True)
+    model.write_bytes(gguf_bytes(llama_gguf(TINY.config, TINY.tensors, byte_vocabulary(320))))
+    env = {"LANG": "C", "LC_ALL": "C", "TMPDIR": str(home / "tmp"), "HOME": str(home)}
+    with running(home, "--log-file", str(home / "daemon.log"), module="daemon", env=env) as process:
+        daemon = Scripted(process, home)
+        fields = {"path": str(model), "name": "модель/é", "mode": mode}
+        assert ndjson(daemon.post("/api/import", fields).body)[-1]["status"] == "success"
+        body = {"model": "МОДЕЛЬ/é", "prompt": [5, 6, 7], "temperature": 0, "max_tokens": 8, "ignore_eos": True, "logprobs": 1}
+        choice = send(daemon, "/v1/completions", body).json["choices"][0]
+        wanted = oracle_logits(TINY, [5, 6, 7, *oracle_greedy(TINY, [5, 6, 7], 8)])[2:-1].log_softmax(-1).amax(-1)
+        assert choice["logprobs"]["token_logprobs"] == pytest.approx(wanted.tolist(), abs=1e-3)
+        assert process.end() == 0
+        assert "Traceback" not in daemon.log
 
 
 # --- the real model -----------------------------------------------------------------------------------------------------------

@@ -92,6 +92,7 @@ def test_a_full_device_drops_lines_and_says_so_later(logger: logging.Logger, tmp
     assert lines[0].endswith("kept") and lines[1].endswith("10 log lines were lost")
 
 
+@pytest.mark.timing
 def test_a_destination_that_blocks_costs_nothing(logger: logging.Logger, tmp_path: Path) -> None:
     path = tmp_path / "log"
     os.mkfifo(path)
@@ -106,6 +107,7 @@ def test_a_destination_that_blocks_costs_nothing(logger: logging.Logger, tmp_pat
     os.close(reader)
 
 
+@pytest.mark.timing
 def test_a_daemon_with_a_stopped_reader_of_its_log_serves_on(tmp_path: Path) -> None:
     with running(tmp_path) as daemon:  # nobody reads its stderr
         for _ in range(200):

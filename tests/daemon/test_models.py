@@ -266,6 +266,7 @@ def test_two_models_alternating_over_the_memory_budget(run: Run) -> None:
     run(work)
 
 
+@pytest.mark.timing
 def test_killed_while_used_and_started_again(run: Run) -> None:
     async def work(bench: Bench) -> None:
         bench.plan(scripts=[[10]], repeat=True, every_ms=10)

@@ -74,6 +74,7 @@ def test_outputs_reach_their_own_request(start: Any) -> None:
     run(work())
 
 
+@pytest.mark.timing
 def test_killed_worker_fails_all_its_requests_within_a_second(start: Any) -> None:
     async def work() -> None:
         worker = await start(scripts=[[10]], repeat=True, every_ms=20)

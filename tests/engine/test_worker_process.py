@@ -71,6 +71,7 @@ def test_a_real_worker_runs_a_batch_and_unloading_frees_the_process(
     assert "Traceback" not in worker.log()
 
 
+@pytest.mark.timing
 def test_a_killed_worker_is_seen_at_once(worker: WorkerProcess, tiny: tuple[TinyRand, WorkerConfig]) -> None:
     worker.load(tiny[1])
     worker.send(AddRequest(EngineRequest(id=1, prompt=[1], max_tokens=250)))

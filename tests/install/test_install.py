@@ -82,6 +82,49 @@ def test_an_old_python_is_named_as_the_reason(home: Path, tmp_path: Path) -> Non
     assert not files(home)
 
 
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ('echo "Some GPU, 575.1"', "NVIDIA GPU: Some GPU, 575.1 (driver left as it is)"),
+        ("echo no driver; exit 9", "NVIDIA GPU: none found, running on the CPU"),
+        (None, "NVIDIA GPU: none found, running on the CPU"),
+    ],
+    ids=["one", "broken driver", "no program"],
+)
+def test_a_gpu_is_named_and_only_asked(home: Path, tmp_path: Path, program: str | None, said: str) -> None:
+    """The stand-in for Python makes no environment, so the installation ends right after."""
+    fake, calls = tmp_path / "bin", tmp_path / "calls"
+    fake.mkdir()
+    programs = {"python3": '[ "$1" = -m ] && exit 1; exit 0'}
+    if program is not None:
+        programs["nvidia-smi"] = f'echo "$@" >>{calls}; {program}'
+    for name, script in programs.items():
+        (fake / name).write_text(f"#!/bin/sh\n{script}\n")
+        (fake / name).chmod(0o755)
+    for name in (
+        "bash",
+        "cat",
+        "cut",
+        "dirname",
+        "find",
+        "grep",
+        "head",
+        "id",
+        "mkdir",
+        "rm",
+        "sha256sum",
+        "sh",
+        "sort",
+        "uname",
+        "xargs",
+    ):
+        (fake / name).symlink_to(shutil.which(name) or name)
+    result = run(SCRIPT, home, PATH=str(fake))
+    assert result.returncode == 1 and "the virtual environment could not be made" in result.stderr
+    assert said in result.stderr.splitlines() and result.stdout == ""
+    assert program is None or calls.read_text() == "--query-gpu=name,driver_version --format=csv,noheader\n"
+
+
 def test_uninstall_removes_what_was_made_and_keeps_the_rest(installed: Path) -> None:
     (installed / ".local/bin/other").write_text("not ours")
     result = run(SCRIPT, installed, "--uninstall")

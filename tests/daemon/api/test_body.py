@@ -64,6 +64,7 @@ TAKEN = {
 }
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("raw", REFUSED.values(), ids=REFUSED.keys())
 def test_refused(raw: bytes) -> None:
     started = time.perf_counter()

@@ -98,6 +98,7 @@ def cells(edges: dict[str, tuple[list[Any], list[Any]]], tables: list[str]) -> l
     ]
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(("table", "name", "good", "bad"), [*cells(EDGES, list(TABLES)), *cells(OPENAI_EDGES, OPENAI)])
 def test_s22_edges(table: str, name: str, good: list[Any], bad: list[Any]) -> None:
     one = Table({name: TABLES[table].rows[name]})

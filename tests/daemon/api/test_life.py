@@ -77,6 +77,7 @@ def test_b20_not_streamed(daemon: Scripted) -> None:
     assert seconds < 0.25 and steps <= 2
 
 
+@pytest.mark.timing
 def test_b20_in_the_queue(daemon: Scripted) -> None:
     """One runs, one waits behind it; the one that waits leaves and is never scheduled."""
     daemon.script(spelled("x"), repeat=True, every_ms=EVERY_MS, max_running=1)
@@ -245,6 +246,33 @@ def test_queue_full_is_said_at_once_and_those_accepted_finish(daemon: Scripted) 
     assert all(1 <= int(reply.headers["retry-after"]) <= 60 for _, reply in refused)
     assert 8 <= 24 - len(refused) <= 12
     assert daemon.chat().status == 200
+
+
+def test_shutdown_lets_streams_finish(tiny_model: Path) -> None:
+    """SIGTERM in mid-answer: the whole text comes, a new request on an open connection is refused, and no process is left."""
+    text = "abcdefghij" * 3
+    with scripted_daemon(tiny_model) as daemon:
+        daemon.script(spelled(*text), every_ms=EVERY_MS)
+        with daemon.client() as openai, daemon.client("tcp") as ollama, daemon.client() as idle:
+            assert idle.get("/api/version").status == 200
+            openai.send(post("/v1/chat/completions", CHAT | {"stream": True}))
+            ollama.send(post("/api/chat", CHAT))
+            for client in (openai, ollama):
+                client.head()
+                client.chunk()
+            pid = daemon.get("/api/ps").json["models"][0]["pid"]
+            daemon.daemon.process.send_signal(signal.SIGTERM)
+            until(lambda: idle.get("/health").json == {"status": "draining"} or None)
+            idle.send(post("/v1/chat/completions", CHAT))
+            assert idle.reply().code == "shutting_down"
+            events = sse(b"".join(iter(openai.chunk, b"")))
+            assert events[-1] == "[DONE]" and events[-2]["choices"][0]["finish_reason"] == "stop"
+            assert "".join(event["choices"][0]["delta"].get("content", "") for event in events[:-1]) == text
+            lines = ndjson(b"".join(iter(ollama.chunk, b"")))
+            assert lines[-1]["done"] and lines[-1]["eval_count"] == len(text)
+        assert daemon.daemon.process.wait(20) == 0
+        until(lambda: not Path(f"/proc/{pid}").exists() or None)
+        assert "Traceback" not in daemon.log
 
 
 def test_shutdown_ends_streams_with_an_error_event(tiny_model: Path) -> None:

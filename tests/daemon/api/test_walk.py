@@ -70,3 +70,21 @@ def test_completions(daemon: Scripted) -> None:
     assert [(choice["index"], choice["finish_reason"]) for choice in body["choices"]] == [(0, "stop"), (1, "stop"), (2, "stop")]
     assert daemon.complete([7, 8, 9]).status == 200
     assert daemon.events("add")[3]["request"]["prompt"] == [7, 8, 9]
+
+
+def test_completion_stream(daemon: Scripted) -> None:
+    """One event per token, then the reason, then the usage if asked, then [DONE]; no event has a role."""
+    daemon.script(spelled("h", "e", "ll", "o"))
+    *chunks, finish, usage, done = sse(daemon.complete(stream=True, stream_options={"include_usage": True}).body)
+    assert done == "[DONE]" and [chunk["choices"][0]["text"] for chunk in chunks] == ["h", "e", "ll", "o"]
+    assert all(chunk["object"] == "text_completion" and chunk["choices"][0]["finish_reason"] is None for chunk in chunks)
+    assert finish["choices"] == [{"index": 0, "text": "", "logprobs": None, "finish_reason": "stop"}]
+    assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == 4
+    assert sse(daemon.complete(stream=True).body)[-2]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_ollama_generate_stream(daemon: Scripted) -> None:
+    daemon.script(spelled("h", "e", "ll", "o"))
+    *lines, last = ndjson(daemon.post("/api/generate", {"model": MODEL, "prompt": "hello"}).body)
+    assert [(line["response"], line["done"]) for line in lines] == [(text, False) for text in ("h", "e", "ll", "o")]
+    assert (last["response"], last["done"], last["done_reason"], last["eval_count"]) == ("", True, "stop", 4)
