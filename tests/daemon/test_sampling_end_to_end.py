@@ -1,4 +1,4 @@
-"""What a client asks of the sampler, from HTTP to the engine and back, against an oracle that recomputes everything: B17, seeds.
+"""What a client asks of the engine, from HTTP and back, against an oracle that recomputes everything: B17, B20, seeds.
 
 One real worker with TinyRand. A request is sent cold and warm, alone and in company, in both dialects: the text may not differ.
 """
@@ -6,6 +6,7 @@ One real worker with TinyRand. A request is sent cold and warm, alone and in com
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,12 +14,12 @@ import psutil
 import pytest
 
 from tests.daemon.real_worker import real_daemon, send, text_of
-from tests.daemon.scripted import MODEL, Scripted, ndjson, spelled, sse
+from tests.daemon.scripted import MODEL, Scripted, ndjson, post, spelled, sse
 from tests.daemon.wire import until
 from tests.fixtures.tiny_rand import oracle_greedy, oracle_logits, tiny_rand
 from tests.fixtures.tiny_tok import IM_END, IM_START, write_tiny_tok
 
-TINY = tiny_rand(seed=7, context_tokens=256)
+TINY = tiny_rand(seed=7, context_tokens=4096)
 PROMPT = spelled(*"hello the sky is blue, the sky is the sky")
 COUNT = 16
 
@@ -111,11 +112,13 @@ def test_b17_presence_and_frequency_count_output_only(daemon: Scripted, presence
 def test_b17_the_ollama_names_mean_the_same(daemon: Scripted) -> None:
     prompt = "hello the sky is blue, the sky is the sky"
     body = {"model": MODEL, "prompt": prompt, "raw": True, "stream": False}
-    options = {"temperature": 0, "num_predict": COUNT, "repeat_penalty": 2.0, "repeat_last_n": 8, "presence_penalty": 1.0}
-    native = send(daemon, "/api/generate", body | {"options": options}).json["response"]
-    fields = {"repeat_penalty": 2.0, "repeat_last_n": 8, "presence_penalty": 1.0, "ignore_eos": False}
-    assert native == text(daemon, prompt=prompt, **fields)
-    assert native != text(daemon, prompt=prompt, ignore_eos=False)
+    texts = []
+    for last_n in (0, 8, -1):
+        penalties = {"repeat_penalty": 2.0, "repeat_last_n": last_n, "presence_penalty": 1.0, "frequency_penalty": 0.5}
+        options = {"temperature": 0, "num_predict": COUNT} | penalties
+        texts.append(send(daemon, "/api/generate", body | {"options": options}).json["response"])
+        assert texts[-1] == text(daemon, prompt=prompt, ignore_eos=False, **penalties)
+    assert len({*texts, text(daemon, prompt=prompt, ignore_eos=False)}) >= 3
 
 
 # --- bias, ends, log-probabilities ----------------------------------------------------------------------------------------------
@@ -236,3 +239,43 @@ def test_a_model_that_is_not_kept_alive_gives_its_process_back(daemon: Scripted,
     until(lambda: not psutil.pid_exists(pid) or None)
     assert daemon.get("/api/ps").json == {"models": []}
     assert text(daemon) == text_of(PLAIN)
+
+
+# --- leaving, and what the worker holds -----------------------------------------------------------------------------------------
+
+
+def metric(daemon: Scripted, name: str) -> float:
+    lines = daemon.get("/metrics").body.decode().splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith(f"llamacpp:{name} "))
+
+
+def test_b20_clients_that_leave_give_their_pages_back(daemon: Scripted) -> None:
+    """In mid-prompt, in mid-stream and while waiting for a whole answer, on both sockets: the cache is empty again."""
+    assert text(daemon) == text_of(PLAIN)
+    assert metric(daemon, "kv_cache_usage_ratio") == 0
+    body = {"model": MODEL, "prompt": PROMPT * 20, "temperature": 0, "ignore_eos": True, "n": 2}
+    clients = []
+    for kind in ("unix", "tcp"):
+        for stream in (True, False):
+            clients.append(daemon.client(kind))
+            clients[-1].send(post("/v1/completions", body | {"stream": stream}))
+    assert clients[0].head()[0] == 200 and clients[0].chunk()
+    until(lambda: metric(daemon, "kv_cache_usage_ratio") > 0 or None)
+    for client in clients:
+        client.close()
+    until(lambda: (metric(daemon, "requests_processing") == 0 and metric(daemon, "kv_cache_usage_ratio") == 0) or None)
+    steps = metric(daemon, "n_decode_total")
+    time.sleep(0.3)
+    assert metric(daemon, "n_decode_total") == steps
+    assert text(daemon) == text_of(PLAIN)
+
+
+def test_s14_no_child_of_the_daemon_holds_a_network_socket(daemon: Scripted) -> None:
+    """Workers and helpers speak over inherited pairs only; the one listener is the daemon's own."""
+    send(daemon, "/v1/chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "q"}], "max_tokens": 1})
+    process = psutil.Process(daemon.daemon.process.pid)
+    children = process.children(recursive=True)
+    assert daemon.get("/api/ps").json["models"][0]["pid"] in {child.pid for child in children} and len(children) > 1
+    assert [child.net_connections("inet") for child in children] == [[]] * len(children)
+    listening = [each for each in process.net_connections("inet") if each.status == psutil.CONN_LISTEN]
+    assert [tuple(each.laddr) for each in listening] == [("127.0.0.1", daemon.daemon.shown["port"])]
