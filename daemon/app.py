@@ -58,7 +58,7 @@ async def startup(settings: Settings) -> AppState:
     encoders = EncoderThreads()
 
     def load_text(record: ModelRecord) -> TextSide:
-        tokenizer = load_tokenizer(record.weights, record.info, encoders)
+        tokenizer = load_tokenizer(record.weights, record.info, encoders, pre_tokenizer=settings.pre_tokenizer or None)
         return TextSide(tokenizer, template_for(record.weights, record.info))
 
     templates = TemplateHost(settings)

@@ -68,6 +68,7 @@ class Settings:
     ping_interval_s: float = _key(15.0, low=0.05, high=3600)
     load_timeout_s: float = _key(300.0, low=0.1, high=86400)
     worker_command: str = _key("")  # "": this Python with -m engine.worker
+    pre_tokenizer: str = _key("")  # read in place of a pre-tokenizer that a GGUF does not name or that is not known
     template_timeout_s: float = _key(1.0, low=0.01, high=600)
     template_memory_bytes: int = _key(256 * 2**20, low=32 * 2**20, high=2**40)
     hub_endpoint: str = _key(DEFAULT_HUB)

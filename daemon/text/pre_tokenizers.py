@@ -39,7 +39,8 @@ def word_split(name: str, instead: str | None = None) -> WordSplit:
     if instead is not None and instead != name:
         return word_split(instead)
     label = f'pre-tokenizer "{name}" is not supported' if name else "the file names no pre-tokenizer (tokenizer.ggml.pre)"
-    raise CavectlError(label, code="unsupported_tokenizer", hint="use a conversion of the model that names a known one")
+    hint = "use a conversion of the model that names a known one, or name the known one that is the same as its own in the setting "
+    raise CavectlError(label, code="unsupported_tokenizer", hint=f"{hint}pre_tokenizer (CAVECTL_PRE_TOKENIZER)")
 
 
 def names() -> list[str]:
