@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,13 +18,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from daemon.api.errors import Dialect, error_response, json_response, known
+from daemon.refusal import REQUEST_ID
 from daemon.security import PEER, PeerInfo
 from daemon.sse import NDJSON, SSE, Framing
 from engine.errors import CavectlError
 
 
 class Live:
-    """A request in work. Its id was drawn here, so only who got it in a response header can name it."""
+    """A request in work, by the id that its answer's header names."""
 
     def __init__(self, request_id: str) -> None:
         self.id = request_id
@@ -88,7 +88,7 @@ class Exchange:
         self.peer: PeerInfo = scope.get("extensions", {}).get(PEER, PeerInfo("tcp"))
         self.path_params: Mapping[str, str] = scope.get("path_params", {})
         self.asked = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        self.headers = {"X-Request-Id": request_id}
+        self.headers: dict[str, str] = {}
         self.framing = framing
         self.streaming = False  # set by the route: pings may be sent before its first event
         self.last_write = time.monotonic()
@@ -156,7 +156,7 @@ class Endpoint:
         body = await _read_body(receive)
         if body is None:
             return
-        request_id = f"req-{secrets.token_hex(12)}"
+        request_id: str = scope["extensions"][REQUEST_ID]
         exchange = Exchange(request_id, scope, body, send, self._framing)
         with self._live.enter(request_id) as live:
             work = asyncio.create_task(self._run(exchange, live))

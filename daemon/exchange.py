@@ -1,4 +1,4 @@
-"""One request and its response on a connection: bounded writes, errors in JSON, and a word for a client that is gone.
+"""One request and its response on a connection: bounded writes, errors in JSON, an id, and a word for a client that is gone.
 
 Builds on uvicorn's RequestResponseCycle, which does the framing and gives the application its `receive` and `send`. Every body part
 is written when it is sent, never gathered; a part larger than WRITE_BYTES is written in pieces, each waiting for the reader.
@@ -10,7 +10,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from daemon.refusal import Refusal, send_refusal
+from daemon.refusal import REQUEST_ID, Refusal, id_header, send_refusal
 
 WRITE_BYTES = 65536
 """Largest single write, and the buffered bytes from which a response waits for its reader."""
@@ -19,9 +19,15 @@ WRITE_BYTES = 65536
 class Exchange(RequestResponseCycle):
     """See the module."""
 
+    @property
+    def request_id(self) -> str:
+        return self.scope["extensions"][REQUEST_ID]  # pyright: ignore[reportTypedDictNotRequiredAccess, reportGeneralTypeIssues]
+
     async def send(self, message: Any) -> None:
-        if message["type"] == "http.response.start" and self.waiting_for_100_continue:
-            self.keep_alive = False  # the client may or may not send its body now: nothing after this can be framed
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), id_header(self.request_id)]}
+            if self.waiting_for_100_continue:
+                self.keep_alive = False  # the client may or may not send its body now: nothing after this can be framed
         body = message.get("body", b"")
         if len(body) <= WRITE_BYTES:
             await super().send(message)

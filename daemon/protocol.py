@@ -22,7 +22,7 @@ from uvicorn.server import ServerState
 from daemon.connections import Connections
 from daemon.exchange import WRITE_BYTES, Exchange
 from daemon.platform import hung_up, peer_uid
-from daemon.refusal import Refusal, wire_of
+from daemon.refusal import REQUEST_ID, Refusal, new_request_id, wire_of
 from daemon.security import PEER, PeerInfo
 
 FEED_BYTES = 16384
@@ -167,7 +167,8 @@ class Connection(HttpToolsProtocol):
         self._check_head(method, version)
         self._read_target()
         self.scope["http_version"] = version
-        self.scope["extensions"] = {PEER: self.peer}  # pyright: ignore[reportGeneralTypeIssues] - ours, not an ASGI one
+        ours = {PEER: self.peer, REQUEST_ID: new_request_id()}
+        self.scope["extensions"] = ours  # pyright: ignore[reportGeneralTypeIssues] - not those of ASGI
         self._queue(self._new_exchange(version))
 
     def on_body(self, body: bytes) -> None:
@@ -293,7 +294,8 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
             return
         head_only = bool(self.scope) and self.scope.get("method") == "HEAD"
-        self.transport.write(wire_of(refusal, self.url.decode("latin-1"), head_only=head_only))
+        request_id = broken.request_id if broken is not None else new_request_id()
+        self.transport.write(wire_of(refusal, self.url.decode("latin-1"), request_id=request_id, head_only=head_only))
         self._linger()
 
     def evict(self) -> None:

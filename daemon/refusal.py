@@ -1,12 +1,13 @@
 """Refusals of the server itself: what connection rules, security rules and the start-up gate answer instead of a route.
 
-Owns their shape on the wire, which follows the dialect of the path: OpenAI's under /v1, Ollama's elsewhere. Errors of routes are
+Owns the ids of requests, and the shape of refusals on the wire, which follows the dialect of the path: OpenAI's under /v1, Ollama's elsewhere. Errors of routes are
 in daemon/api/errors.py; both give the same shapes. Light on purpose: it is imported before anything heavy.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,19 @@ if TYPE_CHECKING:
 _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 Headers = tuple[tuple[bytes, bytes], ...]
+
+
+REQUEST_ID = "cavectl.request_id"
+"""Key of the request's id in scope["extensions"]; every answer names it."""
+
+
+def new_request_id() -> str:
+    """Not to be guessed: whoever names it may cancel the request."""
+    return f"req-{os.urandom(12).hex()}"
+
+
+def id_header(request_id: str) -> tuple[bytes, bytes]:
+    return (b"x-request-id", request_id.encode())
 
 
 class Refusal(Exception):
@@ -38,11 +52,11 @@ def body_of(refusal: Refusal, path: str) -> bytes:
     return json.dumps(shown, ensure_ascii=False).encode()
 
 
-def wire_of(refusal: Refusal, path: str = "", *, head_only: bool = False) -> bytes:
+def wire_of(refusal: Refusal, path: str = "", *, request_id: str, head_only: bool = False) -> bytes:
     """A whole HTTP/1.1 response that also announces the end of the connection."""
     body = body_of(refusal, path)
     lines = [b"HTTP/1.1 %d %s" % (refusal.status, HTTPStatus(refusal.status).phrase.encode())]
-    lines += [b"%s: %s" % header for header in _headers(refusal, body)]
+    lines += [b"%s: %s" % header for header in (*_headers(refusal, body), id_header(request_id))]
     return b"\r\n".join([*lines, b"connection: close", b"", b"" if head_only else body])
 
 

@@ -33,8 +33,8 @@ def test_same_shape_as_the_errors_of_routes(code: ErrorCode, path: str, hint: st
 
 def test_a_refusal_is_a_whole_response_that_ends_the_connection() -> None:
     refusal = Refusal(431, "too_large", "é", headers=((b"retry-after", b"1"),))
-    head, body = wire_of(refusal, "/v1/x").split(b"\r\n\r\n")
+    head, body = wire_of(refusal, "/v1/x", request_id="req-1").split(b"\r\n\r\n")
     lines = head.split(b"\r\n")
     assert lines[0] == b"HTTP/1.1 431 Request Header Fields Too Large"
-    assert {b"connection: close", b"retry-after: 1", b"content-length: %d" % len(body)} <= set(lines)
-    assert wire_of(refusal, "/v1/x", head_only=True) == head + b"\r\n\r\n"
+    assert {b"connection: close", b"x-request-id: req-1", b"retry-after: 1", b"content-length: %d" % len(body)} <= set(lines)
+    assert wire_of(refusal, "/v1/x", request_id="req-1", head_only=True) == head + b"\r\n\r\n"

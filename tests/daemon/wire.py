@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -22,6 +23,7 @@ from daemon.lifecycle import Presence
 from daemon.server import DaemonServer, Gate
 
 PATIENCE_S = 20.0
+REQUEST_ID = re.compile(r"req-[0-9a-f]{24}")
 
 
 class Probe:
@@ -193,7 +195,9 @@ class Client:
         while (field_line := self.file.readline()) not in {b"\r\n", b""}:
             name, value = field_line.decode().split(":", 1)
             headers[name.lower()] = value.strip()
-        return int(line.split()[1]), headers
+        status = int(line.split()[1])
+        assert status == 100 or REQUEST_ID.fullmatch(headers["x-request-id"]), "every answer has one, whoever gives it"
+        return status, headers
 
     def chunk(self) -> bytes:
         """One chunk of a chunked body; b"" at its end."""
