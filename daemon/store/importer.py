@@ -48,7 +48,7 @@ def survey(path: Path) -> Found:
     try:
         str(path).encode()
     except UnicodeEncodeError:
-        raise InvalidRequest(f"{show(str(path))} is not valid Unicode", hint="rename it first") from None
+        raise InvalidRequest(f"{show(path.name)} is not valid Unicode", hint="rename it first") from None
     if path.is_dir():
         return _survey_folder(path)
     return _survey_file(path)
@@ -103,7 +103,7 @@ def _follow(path: Path, root: Path | None) -> tuple[Path, os.stat_result]:
             )
         found = os.stat(real, follow_symlinks=False)
     except FileNotFoundError:
-        what = f"the link {show(path.name)} leads nowhere" if path.is_symlink() else f"there is no file {show(str(path))}"
+        what = f"the link {show(path.name)} leads nowhere" if path.is_symlink() else f"there is no file {show(path.name)}"
         raise CavectlError(what, code="model_not_found") from None
     except OSError as error:
         if error.errno == errno.ELOOP:

@@ -18,7 +18,7 @@ from daemon.store.files import READ_BYTES, FileLayer, check_regular, open_root, 
 from daemon.store.importer import Found, FoundFile, ImportMode, same_device
 from daemon.store.inspector import Inspector
 from daemon.store.manifests import FORMAT, FileRecord, Manifest, Mode, PullEvent
-from daemon.store.names import ModelName, show
+from daemon.store.names import ModelName
 from daemon.store.paths import StorePaths
 from daemon.store.progress import Progress, file_reporter
 from daemon.store.pull import human_bytes
@@ -80,8 +80,8 @@ class Importer:
             try:
                 found = os.stat(model.file_path(file))
             except OSError as error:
-                where = f"{show(file.path)}, a file of {model.name}," if file.path else f"{file.name} of {model.name}"
-                raise CavectlError(f"{where} is gone: {error.strerror}", code="store_error", hint=_repair(model)) from error
+                message = f"{file.name} of {model.name} is gone: {error.strerror}"
+                raise CavectlError(message, code="store_error", hint=_repair(model)) from error
             if found.st_size != file.size or (file.mtime_ns and found.st_mtime_ns != file.mtime_ns):
                 raise CavectlError(f"{file.name} of {model.name} has changed", code="hash_mismatch", hint=_repair(model))
 

@@ -94,7 +94,9 @@ def name_from_path(path: Path) -> ModelName:
 
 
 def show(text: str) -> str:
-    """`text` quoted for a one-line message, control characters escaped, cut at 80 characters."""
+    """`text` quoted for a one-line message, control characters escaped, cut at 80 characters; of a path its last part alone."""
+    if is_path(text):
+        text = text.rstrip("/").rpartition("/")[2] or text
     return ascii_controls(text if len(text) <= 80 else text[:77] + "...")
 
 

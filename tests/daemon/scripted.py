@@ -28,7 +28,7 @@ from tests.fixtures.tiny_tok import SPECIALS, byte_letters, tokens
 
 MODEL = "tiny/rand:latest"
 FIRST_BYTE = len(SPECIALS)
-INSIDES = re.compile(r"0x[0-9a-f]{6,}|site-packages|Traceback|hf_|\.py\b|File \"|object at|engine/|daemon/")
+INSIDES = re.compile(r"0x[0-9a-f]{6,}|site-packages|Traceback|hf_|\.py\b|File \"|object at|engine/|daemon/|/tmp/|/root/|/home/")
 WORKER = ROOT / "tests" / "fixtures" / "scripted_worker.py"
 
 

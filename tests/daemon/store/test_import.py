@@ -32,6 +32,7 @@ def refused(store: Store, path: Path, **options: str) -> CavectlError:
     with pytest.raises(CavectlError) as caught:
         take(store, path, **options)
     assert store.list() == [] and "\n" not in caught.value.message
+    assert not path.is_absolute() or str(path.parent) not in caught.value.message + caught.value.hint  # S29
     return caught.value
 
 
@@ -78,6 +79,7 @@ def test_in_place_file_that_goes_or_changes(make_store: MakeStore, gguf_file: Pa
     with pytest.raises(CavectlError, match="gone") as caught:
         store.get("mine")
     assert caught.value.code == "store_error" and "import it again" in caught.value.hint
+    assert caught.value.message.startswith("my model.gguf of mine:latest is gone")  # S29: no path
     assert [record.name for record in store.list()] == ["mine:latest"]
 
 
