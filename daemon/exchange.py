@@ -6,6 +6,7 @@ is written when it is sent, never gathered; a part larger than WRITE_BYTES is wr
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
@@ -21,7 +22,8 @@ class Exchange(RequestResponseCycle):
 
     @property
     def request_id(self) -> str:
-        return self.scope["extensions"][REQUEST_ID]  # pyright: ignore[reportTypedDictNotRequiredAccess, reportGeneralTypeIssues]
+        extensions: Mapping[str, Any] = self.scope.get("extensions") or {}
+        return extensions[REQUEST_ID]
 
     async def send(self, message: Any) -> None:
         if message["type"] == "http.response.start":

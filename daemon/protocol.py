@@ -168,7 +168,7 @@ class Connection(HttpToolsProtocol):
         self._read_target()
         self.scope["http_version"] = version
         ours = {PEER: self.peer, REQUEST_ID: new_request_id()}
-        self.scope["extensions"] = ours  # pyright: ignore[reportGeneralTypeIssues] - not those of ASGI
+        self.scope["extensions"] = ours  # ours, not those of ASGI
         self._queue(self._new_exchange(version))
 
     def on_body(self, body: bytes) -> None:

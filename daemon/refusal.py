@@ -1,7 +1,8 @@
 """Refusals of the server itself: what connection rules, security rules and the start-up gate answer instead of a route.
 
-Owns the ids of requests, and the shape of refusals on the wire, which follows the dialect of the path: OpenAI's under /v1, Ollama's elsewhere. Errors of routes are
-in daemon/api/errors.py; both give the same shapes. Light on purpose: it is imported before anything heavy.
+Owns the ids of requests, and the shape of refusals on the wire, which follows the dialect of the path: OpenAI's under /v1, Ollama's
+elsewhere. Errors of routes are in daemon/api/errors.py; both give the same shapes. Light on purpose: it is imported before
+anything heavy.
 """
 
 from __future__ import annotations
