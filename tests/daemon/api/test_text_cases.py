@@ -54,6 +54,9 @@ def test_b01_characters_are_whole(daemon: Scripted, script: list[int], expected:
         (["DEF", "G", "HI", "J", "K"], "DEFGHIJ", [], "stop"),
         (["DEF", "G", "X"], "DEFGHIJ", ["DEFGX"], "stop"),
         (["A", "DEF", "G"], "DE", ["A"], "stop"),
+        (["A", "ing", "x"], "in", ["A"], "stop"),
+        (["A", "ing", "x"], "ng", ["Ai"], "stop"),
+        (["the", " sky", "x"], "e s", ["th"], "stop"),
         (["x", "a", "b", "c"], ["ab", "abc"], ["x"], "stop"),
         (["a", "a", "b"], "aab", [], "stop"),
         (["a", "a", "a", "b", "x"], "aab", ["a"], "stop"),
@@ -61,6 +64,8 @@ def test_b01_characters_are_whole(daemon: Scripted, script: list[int], expected:
     ],
 )
 def test_b02_b03_stop_strings(daemon: Scripted, script: list[str], stop: Any, deltas: list[str], reason: str) -> None:
+    """ "ing", "the" and " sky" are one token each; other words come letter by letter."""
+    assert [len(spelled(word)) for word in ("ing", "the", " sky", "DEF")] == [1, 1, 1, 3]
     daemon.script(spelled(*script), spelled(*script))
     got, choice = both_ways(daemon, stop=stop)
     assert "".join(got) == "".join(deltas)
@@ -80,6 +85,10 @@ def test_b03_included_once_when_asked_and_the_engine_is_told_to_end(daemon: Scri
     body = daemon.chat(stop="DE", include_stop_str_in_output=True).json
     assert body["choices"][0]["message"]["content"] == "xDE" and body["choices"][0]["finish_reason"] == "stop"
     assert [event["request"] for event in daemon.events("abort")] == [daemon.events("add")[0]["request"]["id"]]
+    daemon.script(spelled("A", "ing", "x"))
+    assert daemon.chat(stop="in", include_stop_str_in_output=True).json["choices"][0]["message"]["content"] == "Ain"
+    deltas = openai_deltas(daemon.chat(stop=["in", "ing"], include_stop_str_in_output=True, stream=True).body)
+    assert "".join(deltas) == "Ain", "of two stops the one complete first"
 
 
 def test_b03_empty_stop_string(daemon: Scripted) -> None:
