@@ -72,7 +72,7 @@ class Settings:
     template_timeout_s: float = _key(1.0, low=0.01, high=600)
     template_memory_bytes: int = _key(256 * 2**20, low=32 * 2**20, high=2**40)
     hub_endpoint: str = _key(DEFAULT_HUB)
-    hub_token: str = _key("", secret=True)
+    hub_token: str = _key("", secret=True)  # "": that of the user's hub login, if any (HF_TOKEN among them)
     connect_timeout_s: float = _key(3.0, low=0.05, high=600)
     read_timeout_s: float = _key(30.0, low=0.05, high=3600)
     index_url: str = _key("")  # "": pip's own configuration
@@ -106,14 +106,13 @@ def resolve(flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] =
         if key.name in KEYS and key.name not in values:
             found = sources.find(key.name)
             values[key.name] = key.default if found is None else _checked(key.name, key.default, key.metadata, *found)
-    values["hub_token"] = values["hub_token"] or sources.token_file()
     return Settings(**values, origins=MappingProxyType(sources.origins))
 
 
 class _Sources:
     """The places a value may come from, asked in their order; remembers which one answered."""
 
-    aliases: Mapping[str, str] = MappingProxyType({"hub_endpoint": "HF_ENDPOINT", "hub_token": "HF_TOKEN"})
+    aliases: Mapping[str, str] = MappingProxyType({"hub_endpoint": "HF_ENDPOINT"})
 
     def __init__(self, flags: Mapping[str, Any], environ: Mapping[str, str]) -> None:
         for name in flags:
@@ -163,18 +162,6 @@ class _Sources:
                 raise _bad(name, "default", "there is no home directory to put it in", hint=f"set CAVECTL_{name.upper()}")
             return path
         return _path(name, *found)
-
-    def token_file(self) -> str:
-        """The token that the hub's own tools saved, or ""."""
-        home = self.environ.get("HF_HOME") or os.path.join(self.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-        path = Path(os.path.expanduser(self.environ.get("HF_TOKEN_PATH") or os.path.join(home, "token")))
-        try:
-            token = path.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError):
-            return ""
-        if token:
-            self.origins["hub_token"] = "the hub's token file"  # noqa: S105 - a name, not a token
-        return token
 
 
 def _known(name: str, origin: str) -> None:

@@ -1,12 +1,13 @@
 """Models on a hub that speaks the Hugging Face API: which files a repository offers, their hashes, and where to fetch each.
 
-The wire is huggingface_hub's (the tests run its client against the same server); the requests are our own (transport.py,
-fetch.py), for that client bounds neither answers nor redirects. All files of a pull are of one commit, asked once. Names and
-hashes from the hub are checked here before anything uses them.
+The wire is huggingface_hub's (the tests run its client against the same server), and so are the login and the cache (hf_home.py);
+the requests are our own (transport.py, fetch.py), for that client bounds neither answers nor redirects. All files of a pull are of
+one commit, asked once. Names and hashes from the hub are checked here before anything uses them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ import msgspec
 
 from daemon.store.catalog import CatalogFile
 from daemon.store.fetch import FileFetcher
+from daemon.store.hf_home import cached_blobs
 from daemon.store.names import DEFAULT_TAG
 from daemon.store.partials import Checksum, Partial, WantedFile
 from daemon.store.paths import cached_blob, check_file_name, check_file_names
@@ -56,7 +58,6 @@ class HubSource:
 
     repo: str
     fetcher: FileFetcher
-    cache_root: Path | None
     revision: str = "main"
     selector: str = DEFAULT_TAG
     files: tuple[CatalogFile, ...] = ()
@@ -66,7 +67,7 @@ class HubSource:
         return 0
 
     async def plan(self) -> Plan:
-        repository = await self._repository()
+        repository, _ = await asyncio.gather(self._repository(), asyncio.to_thread(cached_blobs, self.repo))  # an import, once
         siblings = {sibling.rfilename: sibling for sibling in repository.siblings}
         if self.files:
             wanted = tuple(self._pinned(file, siblings) for file in self.files)
@@ -81,7 +82,7 @@ class HubSource:
         await self.fetcher.fetch(url, partial, report)
 
     def cached(self, wanted: WantedFile) -> list[Path]:
-        return [] if self.cache_root is None else [cached_blob(self.cache_root, self.repo, wanted.check.value)]
+        return [cached_blob(cached_blobs(self.repo), wanted.check.value)]
 
     async def _repository(self) -> _Repository:
         url = f"{self.fetcher.transport.endpoint}/api/models/{self.repo}/revision/{quote(self.revision, safe='')}?blobs=true"

@@ -133,12 +133,11 @@ def below(folder: Path, name: str) -> Path:
     return folder.joinpath(*check_file_name(name))
 
 
-def cached_blob(cache: Path, repo: str, value: str) -> Path:
+def cached_blob(blobs: Path, value: str) -> Path:
     """A blob of the Hugging Face cache, named by a sha256 or a git blob id."""
     if not _BLOB.fullmatch(value):
         raise UnsafePath(f"{_quoted(value)} is not a hash")
-    owner, _, name = repo.partition("/")
-    return cache.joinpath(check_part(f"models--{owner}--{name}"), "blobs", value)
+    return blobs.joinpath(value)
 
 
 def tag_prefix(name: ModelName) -> str:

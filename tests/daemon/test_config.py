@@ -155,21 +155,17 @@ def test_no_port_and_lists(environ: dict[str, str]) -> None:
 
 
 def test_secrets_are_not_in_the_representation(environ: dict[str, str]) -> None:
-    settings = resolve({}, environ | {"CAVECTL_API_KEY": "hush-key", "HF_TOKEN": "hf_hush"})
+    settings = resolve({}, environ | {"CAVECTL_API_KEY": "hush-key", "CAVECTL_HUB_TOKEN": "hf_hush"})
     assert (settings.api_key, settings.hub_token) == ("hush-key", "hf_hush")
     assert "hush" not in repr(settings)
 
 
-def test_hub_variables(environ: dict[str, str], tmp_path: Path) -> None:
+def test_hub_variables(environ: dict[str, str]) -> None:
     assert resolve({}, environ).hub_endpoint == "https://huggingface.co"
     settings = resolve({}, environ | {"HF_ENDPOINT": "http://localhost:1"})
     assert (settings.hub_endpoint, settings.origin("hub_endpoint")) == ("http://localhost:1", "environment HF_ENDPOINT")
     assert resolve({}, environ | {"HF_ENDPOINT": "http://a", "CAVECTL_HUB_ENDPOINT": "http://b"}).hub_endpoint == "http://b"
-    (tmp_path / "hf").mkdir()
-    (tmp_path / "hf" / "token").write_text("from-file\n")
-    settings = resolve({}, environ)
-    assert (settings.hub_token, settings.origin("hub_token")) == ("from-file", "the hub's token file")
-    assert resolve({}, environ | {"HF_TOKEN": "from-env"}).hub_token == "from-env"
+    assert resolve({}, environ | {"HF_TOKEN": "hf_x"}).hub_token == "", "huggingface_hub is asked for its own, with the first pull"
 
 
 def test_runtime_dir_follows_the_session_or_the_data(environ: dict[str, str], tmp_path: Path) -> None:

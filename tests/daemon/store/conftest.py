@@ -63,6 +63,16 @@ def served(hub: FakeHub, gguf: bytes, other_gguf: bytes) -> FakeHub:
     return hub
 
 
+@pytest.fixture(autouse=True)
+def hf_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The home of huggingface_hub, an empty one; its cache is `hub` and its token `token` in there."""
+    home = tmp_path / "hf"
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(home / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(home / "token"))
+    return home
+
+
 @pytest.fixture
 def make_store(tmp_path: Path) -> Callable[..., Store]:
     """`make_store(hub, root=..., ...)`: each call is a new Store, as after a daemon restart."""

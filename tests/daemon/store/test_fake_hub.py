@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
 from daemon.store import Store
-from tests.daemon.store.quick import QUICK
 from tests.fixtures.fake_hub import FakeHub
 
 
@@ -19,10 +17,9 @@ def test_real_client(hub: FakeHub, make_store: Callable[..., Store], folder_file
     info = HfApi(endpoint=hub.endpoint, token=False).model_info("Tiny/Llama", files_metadata=True)
     sizes = {sibling.rfilename: sibling.size for sibling in info.siblings or []}
     assert sizes == {name: len(data) for name, data in folder_files.items()} and info.sha == hub.repos["Tiny/Llama"].commit
-    cache = tmp_path / "hf" / "hub"
-    snapshot = snapshot_download("Tiny/Llama", endpoint=hub.endpoint, cache_dir=cache, token=False)
+    snapshot = snapshot_download("Tiny/Llama", endpoint=hub.endpoint, cache_dir=tmp_path / "hf" / "hub", token=False)
     assert {path.name: path.read_bytes() for path in Path(snapshot).iterdir()} == folder_files
     hub.log.clear()
-    store = make_store(hub, settings=dataclasses.replace(QUICK, environ={"HF_HUB_CACHE": str(cache)}))
+    store = make_store(hub)
     asyncio.run(store.pull("hf.co/Tiny/Llama", lambda _: None))
     assert hub.sent() == 0

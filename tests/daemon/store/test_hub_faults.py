@@ -168,3 +168,30 @@ def test_gated_repo_and_token(hub: FakeHub, make_store: MakeStore, gguf: bytes) 
     pull(store, "hf.co/Tiny/Gated")
     assert {entry.server for entry in hub.log if "Authorization" in entry.headers} == {"hub"}
     assert any(entry.server == "cdn" for entry in hub.log)
+
+
+def test_the_token_of_the_login_is_used_where_the_settings_give_none(
+    hub: FakeHub, make_store: MakeStore, gguf: bytes, hf_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.token = "hf_secret"
+    hub.add("Tiny/Gated", {"m.gguf": gguf}, needs_token=True)
+    store = make_store(hub)
+    assert refused(store, "hf.co/Tiny/Gated").code == "hub_unauthorized"
+    hf_home.mkdir()
+    (hf_home / "token").write_bytes(b"\xff")
+    assert refused(store, "hf.co/Tiny/Gated").code == "hub_unauthorized"
+    (hf_home / "token").write_text("hf_secret\n")  # a login while the daemon runs
+    assert refused(make_store(hub, token=""), "hf.co/Tiny/Gated").code == "hub_unauthorized"
+    pull(store, "hf.co/Tiny/Gated")
+    store.remove("hf.co/Tiny/Gated")
+    monkeypatch.setenv("HF_TOKEN", "hf_other")
+    assert refused(store, "hf.co/Tiny/Gated").code == "hub_unauthorized"
+
+
+def test_a_login_that_fails_is_said(hub: FakeHub, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> str:
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr("huggingface_hub.get_token", fail)
+    error = refused(make_store(hub))
+    assert error.code == "hub_unauthorized" and "secret" not in error.message and "log in again" in error.hint

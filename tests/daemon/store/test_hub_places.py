@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import os
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 from daemon.store.catalog import parse_catalog
 from daemon.store.files import FileLayer
 from tests.daemon.store.pulling import MakeStore, cache_repo, pull, refused, sha256
-from tests.daemon.store.quick import QUICK
 from tests.fixtures.fake_hub import FakeHub
 
 # --- the Hugging Face cache
@@ -21,8 +19,7 @@ def test_cached_files_are_linked_not_fetched(
 ) -> None:
     hub.add("Tiny/Llama", folder_files)
     snapshot = cache_repo(tmp_path / "hf" / "hub", "Tiny/Llama", folder_files, {"model.safetensors"}, "0" * 40)
-    settings = dataclasses.replace(QUICK, environ={"HF_HOME": str(tmp_path / "hf")})
-    store = make_store(hub, settings=settings)
+    store = make_store(hub)
     pull(store, "hf.co/Tiny/Llama")
     weights = store.get("hf.co/Tiny/Llama").root / "model.safetensors"
     assert hub.sent() == 0 and weights.stat().st_ino == (snapshot / "model.safetensors").stat().st_ino
@@ -38,7 +35,7 @@ def test_wrong_bytes_in_the_cache_are_fetched(
     weights = snapshot.joinpath("model.safetensors").resolve()
     bad = bytes(len(folder_files["model.safetensors"]))
     weights.write_bytes(bad)
-    store = make_store(hub, settings=dataclasses.replace(QUICK, environ={"HF_HOME": str(tmp_path / "hf")}))
+    store = make_store(hub)
     pull(store, "hf.co/Tiny/Llama")
     assert store.get("hf.co/Tiny/Llama").root.joinpath("model.safetensors").read_bytes() == folder_files["model.safetensors"]
     assert weights.read_bytes() == bad  # never written to
@@ -82,7 +79,7 @@ def test_cache_on_another_file_system_is_copied(
 
     hub.add("Tiny/Llama", folder_files)
     cache_repo(tmp_path / "hf" / "hub", "Tiny/Llama", folder_files, {"model.safetensors"}, "0" * 40)
-    store = make_store(hub, settings=dataclasses.replace(QUICK, environ={"HF_HOME": str(tmp_path / "hf")}), layer=Apart())
+    store = make_store(hub, layer=Apart())
     pull(store, "hf.co/Tiny/Llama")
     assert hub.sent() == 0
     for name, data in folder_files.items():

