@@ -6,8 +6,7 @@ is written when it is sent, never gathered; a part larger than WRITE_BYTES is wr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
@@ -22,8 +21,7 @@ class Exchange(RequestResponseCycle):
 
     @property
     def request_id(self) -> str:
-        extensions: Mapping[str, Any] = self.scope.get("extensions") or {}
-        return extensions[REQUEST_ID]
+        return cast("dict[str, Any]", self.scope)["extensions"][REQUEST_ID]
 
     async def send(self, message: Any) -> None:
         if message["type"] == "http.response.start":
