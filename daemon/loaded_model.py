@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
-from daemon.memory import resident_bytes
+from daemon.memory import Holder, resident_bytes
 from daemon.store import ModelRecord
 from daemon.text.chat_template import ChatTemplate
 from daemon.text.tokenizer import Tokenizer
@@ -88,6 +88,10 @@ class LoadedModel:
         """What the worker says its weights and cache take; 0 until it is loaded."""
         info = self._worker.info if self._worker is not None else None
         return info.weight_bytes + info.kv_bytes if info is not None else 0
+
+    @property
+    def holder(self) -> Holder:
+        return Holder(self.worker.pid, self.held_bytes)
 
     @property
     def expires_in_s(self) -> float:

@@ -1,11 +1,14 @@
 """How much memory a model will take, and how much there is: the two numbers of the decision to load.
 
-An estimate from the model's own facts, made before a worker exists; the worker measures again and may still refuse. Invariant: the
-limit of a control group counts like the machine's own memory, whichever is smaller.
+An estimate from the model's own facts, made before a worker exists; the worker measures again and may still refuse. Invariants: the
+limit of a control group counts like the machine's own memory, whichever is smaller; a worker's cache, of which the system gives a
+page only when it is written, counts as taken from the start, so that no two models are promised the same memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -28,9 +31,27 @@ def resident_bytes(info: ModelInfo, context_tokens: int) -> int:
     return PROCESS_BYTES + info.parameters * WEIGHT_BYTES + kv
 
 
-def available_bytes() -> int:
-    """Memory that can be had without swapping."""
-    return min([psutil.virtual_memory().available, *_cgroup_bytes()])
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A worker, and the bytes of weights and cache that it may hold."""
+
+    pid: int
+    promised_bytes: int
+
+    @property
+    def untaken_bytes(self) -> int:
+        """What it may still take. Pages of files do not count as taken: they are the system's to drop."""
+        try:
+            memory = psutil.Process(self.pid).memory_info()
+        except psutil.NoSuchProcess:
+            return 0
+        return max(0, PROCESS_BYTES + self.promised_bytes - (memory.rss - getattr(memory, "shared", 0)))
+
+
+def available_bytes(holders: Iterable[Holder] = ()) -> int:
+    """Memory that can be had without swapping, and that is not promised to `holders`. Negative when too much is."""
+    free = min([psutil.virtual_memory().available, *_cgroup_bytes()])
+    return free - sum(holder.untaken_bytes for holder in holders)
 
 
 def _cgroup_bytes() -> list[int]:

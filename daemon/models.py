@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from daemon.config import Settings
 from daemon.loaded_model import LoadedModel, TextSide
-from daemon.memory import available_bytes
+from daemon.memory import PROCESS_BYTES, Holder, available_bytes
 from daemon.store import ModelRecord
 from daemon.worker_client import EXIT_GRACE_S, WorkerClient
 from engine.errors import CavectlError, InvalidRequest, OutOfMemory
@@ -53,7 +53,7 @@ class ModelManager:
         settings: Settings,
         store: Catalogue,
         load_text: TextLoader,
-        free_bytes: Callable[[], int] = available_bytes,
+        free_bytes: Callable[[list[Holder]], int] = available_bytes,
     ) -> None:
         self._settings = settings
         self._store = store
@@ -146,8 +146,7 @@ class ModelManager:
                 await predecessor.gone.wait()
             await asyncio.sleep(self._backoff_s(model.record.digest))
             async with self._load_lock:
-                await self._make_room(model)
-                await self._start(model)
+                await self._start_in_room(model)
         except BaseException as error:
             self._drop(model)
             self._leaving.discard(model)
@@ -162,7 +161,19 @@ class ModelManager:
         self._background(self._watch(model))
         self._settle(model)
 
-    async def _start(self, model: LoadedModel) -> None:
+    async def _start_in_room(self, model: LoadedModel) -> None:
+        """Load beside what is loaded. The estimate may be wrong: while the worker says so, models that nobody uses give way."""
+        while True:
+            free = await self._make_room(model)
+            try:
+                return await self._start(model, max(0, free - PROCESS_BYTES))
+            except CavectlError as error:
+                idle = [other for other in self._by_last_use() if not other.active]
+                if error.code != "out_of_memory" or not idle:
+                    raise
+            await self._give_way(idle[0], model)
+
+    async def _start(self, model: LoadedModel, memory_bytes: int) -> None:
         """Load the worker's half and the text half at once; if one fails, the other does not stay."""
 
         def note(progress: LoadProgress) -> None:
@@ -172,7 +183,7 @@ class ModelManager:
         worker = asyncio.create_task(
             WorkerClient.start(
                 _command(self._settings),
-                self._worker_config(model),
+                self._worker_config(model, memory_bytes),
                 load_timeout_s=self._settings.load_timeout_s,
                 on_progress=note,
             )
@@ -189,7 +200,7 @@ class ModelManager:
             raise
         model.fill(worker.result(), text.result())
 
-    def _worker_config(self, model: LoadedModel) -> WorkerConfig:
+    def _worker_config(self, model: LoadedModel, memory_bytes: int) -> WorkerConfig:
         settings, record = self._settings, model.record
         return WorkerConfig(
             model_path=str(record.weights),
@@ -197,31 +208,42 @@ class ModelManager:
             backend=settings.backend,  # pyright: ignore[reportArgumentType]  # checked by daemon/config.py
             context_tokens=model.context_tokens,
             kv_memory_bytes=settings.kv_memory_bytes or None,
+            memory_bytes=memory_bytes,
             threads=settings.threads or None,
             parent_pid=os.getpid(),
         )
 
-    async def _make_room(self, model: LoadedModel) -> None:
-        """Unload others, least recently used first, until `model` fits; those in use are let finish first. Raises OutOfMemory."""
+    async def _make_room(self, model: LoadedModel) -> int:
+        """Unload others, least recently used first, until `model` fits; those in use are let finish first. Gives what is free then.
+
+        Raises OutOfMemory.
+        """
         while True:
             for other in [m for m in self._leaving if m.state == "stopping"]:
                 await other.gone.wait()
-            free = self._free_bytes()
+            free = self._free_bytes([m.holder for m in (*self.loaded, *self._leaving) if m.state == "ready"])
             if model.needed_bytes <= free:
-                return
+                return free
             if finishing := [m for m in self._leaving if m.state == "ready"]:
                 await finishing[0].gone.wait()
                 continue
-            others = sorted((m for m in self.loaded if m.state == "ready"), key=lambda m: (bool(m.active), m.last_used))
+            others = self._by_last_use()
             if not others or model.needed_bytes > free + sum(max(m.needed_bytes, m.held_bytes) for m in others):
                 raise OutOfMemory(
                     f"{model.name} needs about {model.needed_bytes >> 20} MiB with a context of {model.context_tokens} tokens, "
-                    f"{free >> 20} MiB are free",
+                    f"{max(0, free) >> 20} MiB are free",
                     hint="ask for a smaller context (--ctx), unload other models, or choose a smaller model",
                 )
-            log.info("unloading %s to make room for %s", others[0].name, model.name)
-            self._retire(others[0])
-            await others[0].gone.wait()
+            await self._give_way(others[0], model)
+
+    def _by_last_use(self) -> list[LoadedModel]:
+        """Models in the order in which they would go: idle ones first, of those the least recently used."""
+        return sorted((m for m in self.loaded if m.state == "ready"), key=lambda m: (bool(m.active), m.last_used))
+
+    async def _give_way(self, other: LoadedModel, model: LoadedModel) -> None:
+        log.info("unloading %s to make room for %s", other.name, model.name)
+        self._retire(other)
+        await other.gone.wait()
 
     # --- end ------------------------------------------------------------------------------------------------------------------
 

@@ -159,6 +159,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     kv_dtype: Literal["float64", "float32", "bfloat16", "float16", "int8"] = "float32"
     context_tokens: int  # longest sequence, prompt + output
     kv_memory_bytes: int | None = None  # None: sized from measured free memory
+    memory_bytes: int | None = None  # for weights, cache and work together at most; None: what is free
     threads: int | None = None  # None: physical cores
     max_step_tokens: int = 512
     max_sequences: int = 64

@@ -80,7 +80,7 @@ def _read(config: WorkerConfig, progress: Progress) -> _Model:
         config = msgspec.structs.replace(config, context_tokens=min(config.context_tokens, spec.context_tokens))
         layout = cache_layout(spec, config.kv_dtype)
         parameters = family.parameters(spec)
-        available = _available_bytes(config.device)
+        available = _available_bytes(config)
         memory = plan_memory(spec, parameters, source.tensors, layout, config=config, available_bytes=available)
         warnings = [*source.info.warnings, *spec.notes]
         weights = load_weights(source, spec, parameters, config.dtype, config.device, progress, warnings.append)
@@ -124,8 +124,11 @@ def _choose_backend(config: WorkerConfig) -> str:
     return "reference"
 
 
-def _available_bytes(device: str) -> int:
-    return platform.available_memory_bytes() if device == "cpu" else torch.cuda.mem_get_info(device)[0]
+def _available_bytes(config: WorkerConfig) -> int:
+    """What is free on the device; less when the config grants less, because others may still take what they were promised."""
+    device = config.device
+    free = platform.available_memory_bytes() if device == "cpu" else torch.cuda.mem_get_info(device)[0]
+    return free if config.memory_bytes is None else min(free, config.memory_bytes)
 
 
 def _resident_bytes(tensors: Iterable[torch.Tensor]) -> int:

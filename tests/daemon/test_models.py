@@ -20,6 +20,7 @@ import pytest
 import uvloop
 
 from daemon.loaded_model import LoadedModel, TextSide
+from daemon.memory import Holder
 from daemon.models import ModelManager
 from daemon.store import ModelRecord
 from engine.errors import CavectlError, ModelNotFound
@@ -83,7 +84,7 @@ class Bench:
             raise self.text_error
         return cast(TextSide, object())
 
-    def free_bytes(self) -> int:
+    def free_bytes(self, holders: list[Holder]) -> int:
         """What the invented machine has left: each loaded model takes what it was thought to need."""
         loaded = [m for m in self.models.loaded if m.state == "ready"] if hasattr(self, "models") else []
         return self.free[0] - sum(m.needed_bytes for m in loaded)
@@ -236,6 +237,25 @@ def test_least_recently_used_makes_room(run: Run) -> None:
             await bench.use("b")
         assert caught.value.code == "out_of_memory"
         assert (await bench.use("a")).worker.alive
+
+    run(work)
+
+
+def test_idle_models_give_way_when_the_worker_finds_too_little(run: Run) -> None:
+    """The estimate said that it fits; the worker, which measures, did not: idle models go, and then it is final."""
+
+    async def work(bench: Bench) -> None:
+        await bench.use("a")
+        bench.plan(load_error={"code": "out_of_memory", "message": "no"})
+        with pytest.raises(CavectlError, match="no") as caught:
+            await bench.use("b")
+        assert caught.value.code == "out_of_memory" and bench.models.loaded == [] and bench.loads == 3
+        bench.plan()
+        async with bench.models.lease("a") as model:
+            bench.plan(load_error={"code": "out_of_memory", "message": "no"})
+            with pytest.raises(CavectlError, match="no"):
+                await bench.use("b")
+            assert bench.models.loaded == [model] and model.worker.alive
 
     run(work)
 

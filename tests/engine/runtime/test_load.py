@@ -75,6 +75,15 @@ def test_what_is_not_here_is_refused_not_replaced(config: WorkerConfig, change: 
     assert caught.value.code == "device_unavailable"
 
 
+def test_the_grant_of_the_config_counts_like_free_memory(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, whole = build_engine(config, _silent)
+    monkeypatch.setattr(load.platform, "available_memory_bytes", lambda: 1 << 40)
+    _, same = build_engine(msgspec.structs.replace(config, memory_bytes=1 << 39), _silent)
+    assert same.pages_total == whole.pages_total
+    with pytest.raises(OutOfMemory, match=r"0\.00 GB are available"):
+        build_engine(msgspec.structs.replace(config, memory_bytes=1_000_000), _silent)
+
+
 def test_nothing_is_read_into_memory_that_does_not_fit(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object) -> None:
         pytest.fail("weights were loaded although they do not fit")

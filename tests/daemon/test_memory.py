@@ -1,0 +1,56 @@
+"""What is free counts what workers were promised and have not taken; and small models stay side by side."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from daemon.memory import PROCESS_BYTES, Holder, available_bytes
+from tests.daemon.real_worker import real_daemon, send
+from tests.daemon.scripted import MODEL, ndjson
+from tests.fixtures.tiny_rand import tiny_rand
+from tests.fixtures.tiny_tok import write_tiny_tok
+
+GIB = 1 << 30
+OTHER = "tiny/other:latest"
+
+
+def test_a_promise_counts_until_it_is_taken() -> None:
+    code = f"import sys; b = bytearray({GIB // 4}); b[::4096] = b'x' * len(b[::4096]); print(flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stdin is not None
+        child.stdout.readline()
+        left = Holder(child.pid, GIB).untaken_bytes
+        assert 0.6 * GIB < left - PROCESS_BYTES < 0.75 * GIB
+        assert Holder(child.pid, 0).untaken_bytes < PROCESS_BYTES
+        child.stdin.close()
+    assert Holder(child.pid, GIB).untaken_bytes == 0, "it is gone"
+
+
+def test_what_is_promised_is_not_free() -> None:
+    far_more = 1 << 50
+    assert available_bytes([Holder(os.getpid(), far_more)]) < 0 < available_bytes()
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> list[Path]:
+    folders = []
+    for seed in (0, 1):
+        folders.append(tiny_rand(seed, context_tokens=256).save(tmp_path / str(seed)))
+        write_tiny_tok(folders[-1])
+    return folders
+
+
+def test_two_small_models_stay_loaded_together(two: list[Path]) -> None:
+    with real_daemon(two[0], MODEL) as daemon:
+        assert ndjson(daemon.post("/api/import", {"path": str(two[1]), "name": OTHER}).body)[-1]["model"] == OTHER
+        seen = []
+        for name in (MODEL, OTHER, MODEL, OTHER):
+            assert send(daemon, "/v1/completions", {"model": name, "prompt": "the", "max_tokens": 2}).status == 200
+            seen.append({model["name"]: model["pid"] for model in daemon.get("/api/ps").json["models"]})
+        assert set(seen[1]) == {MODEL, OTHER} and seen[1] == seen[2] == seen[3], "neither was loaded again"
+        assert "unloading" not in daemon.log
