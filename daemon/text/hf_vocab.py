@@ -142,7 +142,11 @@ def _encoders(source: dict[str, Any], ids: dict[str, int], added: list[_Added], 
     if model.get("unk_token") in vocab:
         options["unk_token"] = model["unk_token"]
     flags = {key: bool(model.get(key)) for key in ("fuse_unk", "byte_fallback", "ignore_merges")}
-    bpe = BPE(vocab, [pair for pair in merges if _is_plain(pair, vocab, ids)], **options, **flags)
+    merges = [pair for pair in merges if _is_plain(pair, vocab, ids)]
+    try:
+        bpe = BPE(vocab, merges, **options, **flags)
+    except Exception as error:  # the library raises nothing narrower
+        raise CorruptFile("tokenizer.json: its merges do not fit its vocabulary") from error
     pre_tokenizer = source.get("pre_tokenizer")
     tokens = [entry.token for entry in added if not entry.control]
     encoder = _encoder(bpe, source.get("normalizer"), pre_tokenizer, tokens)

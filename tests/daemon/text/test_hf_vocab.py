@@ -238,6 +238,7 @@ REFUSED: dict[str, tuple[Change, str, str]] = {
     "no-model": (changed("model", value=None), "corrupt_file", "malformed"),
     "merge-unknown": (changed("model", "merges", value=[["q", "uux"]]), "corrupt_file", "a merge refers to a token"),
     "merge-of-three": (changed("model", "merges", value=[["t", "h", "e"]]), "corrupt_file", "malformed"),
+    "prefix-unfit": (changed("model", "continuing_subword_prefix", value="x"), "corrupt_file", "do not fit its vocabulary"),
     "id-huge": (changed("model", "vocab", "a", value=2**31), "corrupt_file", "a token id is 2147483648"),
     "id-negative": (changed("model", "vocab", "a", value=-1), "corrupt_file", "a token id is -1"),
     "id-twice": (changed("model", "vocab", "a", value=3), "corrupt_file", "the same id"),
