@@ -17,7 +17,7 @@ from daemon.api.errors import BadField
 from daemon.api.fields import OPENAI_CHAT, OPENAI_COMPLETION
 from daemon.api.intake import read_fields
 from daemon.api.readers import Fields
-from daemon.api.reports import chat_logprob, merged, timings_of, token_text, usage_of
+from daemon.api.reports import chat_logprob, merged, timings_of, usage_of
 from daemon.generation import Pipeline, generate
 from daemon.request import Delta, Finished, GenerationEvent, NativeRequest, Started, Summary, TokenText
 from daemon.store import ModelRecord, Store
@@ -251,16 +251,33 @@ class _Writer:
         if self._kind == "chat":
             return {"content": [chat_logprob(token) for token in tokens], "refusal": None}
         offset = self._offsets.get(index, 0)
-        self._offsets[index] = offset + sum(len(token_text(token.data)) for token in tokens)
+        self._offsets[index] = offset + sum(_characters(token.data) for token in tokens)
         return _completion_logprobs(tokens, offset)
 
 
 def _completion_logprobs(tokens: list[TokenText], offset: int) -> dict[str, Any]:
-    texts = [token_text(token.data) for token in tokens]
-    offsets = [offset + sum(len(text) for text in texts[:number]) for number in range(len(texts))]
+    """`offset` is where the first token begins in the text, in characters. Of equal spellings the likeliest stays."""
+    before = [offset + sum(_characters(token.data) for token in tokens[:number]) for number in range(len(tokens))]
     return {
-        "tokens": texts,
+        "tokens": [_spelling(token.data) for token in tokens],
         "token_logprobs": [token.logprob for token in tokens],
-        "top_logprobs": [{token_text(data): logprob for data, logprob in token.top} for token in tokens],
-        "text_offset": offsets,
+        "top_logprobs": [{_spelling(data): logprob for data, logprob in reversed(token.top)} for token in tokens],
+        "text_offset": [start - _continues(token.data) for start, token in zip(before, tokens, strict=True)],
     }
+
+
+def _characters(data: bytes) -> int:
+    """Characters that begin in `data`, which may end or begin inside one."""
+    return sum(byte & 0xC0 != 0x80 for byte in data)
+
+
+def _continues(data: bytes) -> bool:
+    return data[:1] != b"" and data[0] & 0xC0 == 0x80
+
+
+def _spelling(data: bytes) -> str:
+    """A token's text; the legacy API spells parts of a character out, so that different ones differ."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)

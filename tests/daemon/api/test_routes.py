@@ -210,7 +210,8 @@ def test_logprobs(daemon: Scripted) -> None:
     native = ndjson(daemon.ollama(logprobs=True, top_logprobs=1).body)
     assert [entry["bytes"] for line in native for entry in line.get("logprobs", [])] == [[97], [0xC3], [0xA9], [98]]
     old = daemon.complete("q", logprobs=1).json["choices"][0]["logprobs"]
-    assert old["tokens"][0] == "a" and old["token_logprobs"] == [-0.5] * 4 and old["text_offset"] == [0, 1, 2, 3]
+    assert old["tokens"][0] == "a" and old["token_logprobs"] == [-0.5] * 4 and old["text_offset"] == [0, 1, 1, 2]
+    assert old["tokens"] == ["a", "bytes:\\xc3", "bytes:\\xa9", "b"]
     assert old["top_logprobs"][0] == {"a": -0.5}
     assert daemon.chat().json["choices"][0]["logprobs"] is None
 
