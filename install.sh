@@ -76,8 +76,9 @@ main() {
     stop_daemon
     rm -rf "$venv"
     mv "$fresh" "$venv"
-    # Scripts name their interpreter by absolute path: make the one entry point again, for the folder's final name.
-    printf '#!%s\nimport sys\nfrom cavectl.__main__ import main\nsys.exit(main())\n' "$venv/bin/python" >"$venv/bin/cavectl"
+    # The entry point again, for the folder's final name: through sh, since a folder with a space cannot stand after `#!`, and
+    # isolated (-I), so that no PYTHONPATH or working folder decides what is imported.
+    printf "#!/bin/sh\nexec '%s' -I -m cavectl \"\$@\"\n" "${venv//\'/\'\\\'\'}/bin/python" >"$venv/bin/cavectl"
     chmod 755 "$venv/bin/cavectl"
     printf '%s\n' "$2" >"$venv/.fingerprint"
   }
@@ -131,7 +132,11 @@ main() {
     while read -r what; do
       if [ -n "$what" ]; then rmdir "$what" 2>/dev/null || true; fi
     done <<<"$made"
-    if [ -d "$data" ]; then say "removed; kept what you added in $data"; else say "removed"; fi
+    if [ -d "$data" ]; then
+      say "removed; kept in $data what you added: $(cd "$data" && ls -A | tr '\n' ' ')(rm -r that folder to remove it too)"
+    else
+      say "removed"
+    fi
   }
 
   [ "$(id -u)" != 0 ] || [ "${HOME}" != / ] || fail "HOME is /" "set HOME to your home folder"

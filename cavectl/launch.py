@@ -6,10 +6,10 @@ one meets the daemon's own lock, which decides. A start that fails shows what th
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +20,7 @@ import msgspec
 from cavectl.client import Client
 from cavectl.output import Console
 from daemon.config import Settings
+from daemon.interpreter import python_module
 from engine.errors import CavectlError
 
 PACKAGE_ROOT = Path(__file__).resolve().parent.parent
@@ -33,7 +34,7 @@ def log_path(settings: Settings) -> Path:
 
 
 def daemon_command(*flags: str) -> list[str]:
-    return [sys.executable, "-m", "daemon", *flags]
+    return python_module("daemon", *flags)
 
 
 def answers(client: Client) -> bool:
@@ -50,7 +51,7 @@ def ensure_daemon(client: Client, settings: Settings, console: Console) -> bool:
     if answers(client):
         return False
     log = log_path(settings)
-    log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _make_folder(log.parent)
     deadline = time.monotonic() + settings.startup_timeout_s
     with (log.parent / "launch.lock").open("ab") as turn:
         if not _take_turn(turn, client, deadline):
@@ -133,6 +134,16 @@ def is_alive(pid: int) -> bool:
         return False
     except (OSError, IndexError):
         return True
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        hint = "set HOME or CAVECTL_DATA_DIR to a folder of yours"
+        raise CavectlError(f"cannot write to {folder}: {error.strerror}", hint=hint, code="store_error") from error
 
 
 def _spawn(log: Path) -> subprocess.Popen[bytes]:

@@ -6,7 +6,6 @@ The child parses files from strangers; this side only decodes one bounded messag
 from __future__ import annotations
 
 import asyncio
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -14,6 +13,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 import daemon
+from daemon.interpreter import python_module
 from daemon.store.children import run_child
 from daemon.store.manifests import MAX_INFO_BYTES
 from engine.errors import CavectlError, CorruptFile, ErrorInfo
@@ -32,7 +32,7 @@ class ChildInspector:
 
     memory_limit_bytes: int = 4 << 30
     timeout_s: float = 120.0
-    command: tuple[str, ...] = (sys.executable, "-m", "engine.inspect")
+    command: tuple[str, ...] = tuple(python_module("engine.inspect"))
 
     async def inspect(self, path: Path) -> ModelInfo:
         argv = [*self.command, str(path), "--memory-limit-bytes", str(self.memory_limit_bytes)]

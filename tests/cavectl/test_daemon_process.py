@@ -161,3 +161,14 @@ def test_the_daemon_outlives_the_terminal(real: Home) -> None:
     pid = recorded(real)["pid"]
     assert os.getsid(pid) == pid
     assert os.getpgid(pid) != process.pid
+
+
+@pytest.mark.parametrize("kind", ["missing", "file"])
+def test_a_home_that_cannot_hold_anything_is_one_line(kind: str, home: Home) -> None:
+    """/proc takes no folders, whoever asks; below a file there are none."""
+    (home.path / "file").write_text("")
+    folder = {"missing": "/proc/nope", "file": str(home.path / "file")}[kind]
+    result = home.run("list", environ={"HOME": folder, "CAVECTL_DATA_DIR": f"{folder}/data"})
+    assert result.returncode == 1
+    assert len(result.stderr.splitlines()) == 2
+    assert result.stderr.startswith(b"error: cannot write to ") and b"hint: set HOME" in result.stderr
