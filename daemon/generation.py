@@ -83,6 +83,7 @@ class _Run:
     def __init__(self, model: LoadedModel, request: NativeRequest, prompt: Prompt, arrival: _Arrival) -> None:
         self._model, self._request, self._prompt, self._arrival = model, request, prompt, arrival
         self._choices = [_Choice(index, model.tokenizer, request) for index in range(request.n)]
+        self._context = request.context(model.context_tokens)
         self._first: float | None = None
         self._last = arrival.at
 
@@ -111,7 +112,7 @@ class _Run:
         return Started(
             model=self._model.name,
             prompt_tokens=len(self._prompt.ids),
-            context_tokens=self._model.context_tokens,
+            context_tokens=self._context,
             seed=request.sampling.seed,
             load_ms=self._arrival.load_ms,
             dropped_messages=self._prompt.dropped_messages,
@@ -142,7 +143,7 @@ class _Run:
 
     def _engine_request(self, client: str) -> EngineRequest:
         request, prompt = self._request, self._prompt.ids
-        max_tokens = self._model.context_tokens - len(prompt)
+        max_tokens = self._context - len(prompt)
         if request.max_tokens is not None:
             max_tokens = min(max_tokens, request.max_tokens)
         if request.n * max_tokens > MAX_COST_TOKENS:

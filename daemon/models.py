@@ -76,7 +76,8 @@ class ModelManager:
     async def lease(self, name: str, *, ctx: int | None = None, keep_alive_s: float | None = None) -> AsyncIterator[LoadedModel]:
         """The model, loaded, for the length of the block. Requests for one model share one load.
 
-        A larger `ctx` than the loaded one brings a reload, once those who use the old one are done; a smaller one never does.
+        A larger `ctx` than the loaded one brings a reload, once those who use the old one are done. A smaller one binds its own
+        request alone (NativeRequest.context): a model is never loaded with less than those need who name none.
         """
         record = await asyncio.to_thread(self._store.get, name)
         model = self._find_or_load(record, ctx)
@@ -96,7 +97,7 @@ class ModelManager:
             raise _shutting_down()
         wanted = _context_tokens(record.info, ctx, self._settings.context_tokens)
         present = self._table.get(record.digest)
-        if present is not None and present.usable and (ctx is None or wanted <= present.context_tokens):
+        if present is not None and present.usable and wanted <= present.context_tokens:
             return present
         if present is not None:
             wanted = max(wanted, present.context_tokens)
@@ -232,7 +233,7 @@ class ModelManager:
                 raise OutOfMemory(
                     f"{model.name} needs about {model.needed_bytes >> 20} MiB with a context of {model.context_tokens} tokens, "
                     f"{max(0, free) >> 20} MiB are free",
-                    hint="ask for a smaller context (--ctx), unload other models, or choose a smaller model",
+                    hint="choose a smaller context (CAVECTL_CONTEXT_TOKENS, --ctx), unload other models, or choose a smaller model",
                 )
             await self._give_way(others[0], model)
 
@@ -346,10 +347,10 @@ def _command(settings: Settings) -> list[str]:
 
 
 def _context_tokens(info: ModelInfo, asked: int | None, configured: int) -> int:
-    """The context to load with. Raises InvalidRequest when more is asked than the model can."""
+    """The context to load with: the default, or what is asked if more. Raises InvalidRequest for more than the model can."""
     if asked is not None and asked > info.context_tokens:
         raise InvalidRequest(
             f"a context of {asked} tokens was asked for, the model holds {info.context_tokens}",
             hint="ask for a smaller `ctx` (num_ctx)",
         )
-    return asked or min(info.context_tokens, configured or DEFAULT_CONTEXT_TOKENS)
+    return max(asked or 0, min(info.context_tokens, configured or DEFAULT_CONTEXT_TOKENS))

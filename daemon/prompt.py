@@ -46,7 +46,7 @@ def room_for_output(request: NativeRequest, context_tokens: int) -> int:
 
 
 async def _plain(model: LoadedModel, request: NativeRequest) -> Prompt:
-    context = model.context_tokens
+    context = request.context(model.context_tokens)
     if isinstance(request.prompt, list):
         ids = _checked_ids(request, model.tokenizer.vocab_size)
     else:
@@ -77,7 +77,7 @@ class _Chat:
 
     def __init__(self, host: TemplateHost, model: LoadedModel, request: NativeRequest) -> None:
         self._host, self._model, self._request = host, model, request
-        self._context = model.context_tokens
+        self._context = request.context(model.context_tokens)
 
     async def prompt(self) -> Prompt:
         messages = self._request.messages or []
@@ -113,12 +113,12 @@ class _Chat:
         return ids if len(ids) + room <= self._context else None
 
     async def _encode(self, messages: list[dict[str, Any]]) -> list[int]:
-        model, tokenizer = self._model, self._model.tokenizer
+        tokenizer = self._model.tokenizer
         tokenizer.refuse_if_hopeless(sum(len(message["content"].encode()) for message in messages), self._context)
         pieces = await self._render(messages)
         ids = await tokenizer.encode_async(pieces, add_special=True)
-        if len(ids) >= model.context_tokens:
-            raise ContextLengthExceeded(prompt_tokens=len(ids), context_tokens=model.context_tokens)
+        if len(ids) >= self._context:
+            raise ContextLengthExceeded(prompt_tokens=len(ids), context_tokens=self._context)
         return ids
 
     async def _render(self, messages: list[dict[str, Any]]) -> list[Piece]:

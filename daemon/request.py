@@ -35,8 +35,12 @@ class NativeRequest(msgspec.Struct, frozen=True, kw_only=True):
     n: int = 1
     logprobs: int | None = None
     priority: Priority = "normal"
-    ctx: int | None = None
+    ctx: int | None = None  # None: all that the model was loaded with
     keep_alive_s: float | None = None
+
+    def context(self, loaded: int) -> int:
+        """How many tokens prompt and output may have in a model that was loaded with room for `loaded`."""
+        return loaded if self.ctx is None else min(self.ctx, loaded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,7 @@ class Started:
 
     model: str
     prompt_tokens: int
-    context_tokens: int
+    context_tokens: int  # of this request: prompt and output
     seed: int
     load_ms: float
     dropped_messages: int = 0

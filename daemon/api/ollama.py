@@ -183,6 +183,7 @@ class _Writer:
             "eval_count": summary.output_tokens,
             "eval_duration": round(summary.predicted_ms * NS_PER_MS),
             "seed": started.seed,
+            "context_length": started.context_tokens,
             "usage": usage_of([summary]),
             "timings": timings_of([summary]),
         } | ({"truncated": truncated} if any(truncated.values()) else {})

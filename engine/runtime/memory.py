@@ -71,7 +71,7 @@ def plan_memory(
         raise OutOfMemory(
             f"the model needs {_gb(weights + workspace + least)} of memory (weights {_gb(weights)}, cache {_gb(least)}, "
             f"work {_gb(workspace)}) and {_gb(available_bytes)} are available",
-            hint="close other programs, take a smaller model, or a smaller context with --ctx",
+            hint="close other programs, take a smaller model, or a smaller context (CAVECTL_CONTEXT_TOKENS, --ctx)",
         )
     budget = config.kv_memory_bytes
     if budget is None:

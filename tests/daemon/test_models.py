@@ -206,10 +206,10 @@ def test_unload(run: Run) -> None:
     run(work)
 
 
-def test_a_smaller_context_never_reloads_and_a_larger_one_waits_for_the_running(run: Run) -> None:
+def test_never_loaded_with_less_than_the_default_and_a_larger_one_waits_for_the_running(run: Run) -> None:
     async def work(bench: Bench) -> None:
-        async with bench.models.lease("a", ctx=256) as model:
-            assert model.context_tokens == 256
+        async with bench.models.lease("a", ctx=64) as model:
+            assert model.context_tokens == 256, "the default: later requests name none"
             assert await bench.use(ctx=100) is model and await bench.use() is model
             larger = asyncio.create_task(bench.use(ctx=512))
             await asyncio.sleep(0.3)
@@ -221,7 +221,7 @@ def test_a_smaller_context_never_reloads_and_a_larger_one_waits_for_the_running(
             await bench.use(ctx=2048)
         assert caught.value.code == "invalid_request"
 
-    run(work)
+    run(work, context_tokens=256)
 
 
 def test_least_recently_used_makes_room(run: Run) -> None:

@@ -121,14 +121,14 @@ def test_load_and_unload_through_empty_prompts(daemon: Scripted) -> None:
 
 
 def test_context_of_a_request(daemon: Scripted) -> None:
-    daemon.script(spelled("x"))
-    daemon.ollama(options={"num_ctx": 32})
-    assert daemon.get("/api/ps").json["models"][0]["context_length"] == 32
-    daemon.chat(ctx=16)
-    daemon.chat()
-    assert len(daemon.events("load")) == 1
-    daemon.chat(num_ctx=64)
-    assert [event["context"] for event in daemon.events("load")] == [32, 64]
+    """A smaller one binds its own request; the model is loaded with what the others need all the same."""
+    daemon.script(spelled("x"), repeat=True)
+    last = daemon.ollama(options={"num_ctx": 40}, stream=False).json
+    assert last["context_length"] == last["prompt_eval_count"] + last["eval_count"] == 40 and last["done_reason"] == "length"
+    assert daemon.chat(ctx=48, max_tokens=64).json["usage"]["total_tokens"] == 48
+    assert daemon.chat(num_ctx=64).json["usage"]["total_tokens"] == 64
+    assert daemon.chat().json["usage"]["total_tokens"] == 64
+    assert [event["context"] for event in daemon.events("load")] == [64]
     assert (daemon.chat(ctx=65).status, daemon.chat(ctx=65).code) == (400, "invalid_request")
 
 

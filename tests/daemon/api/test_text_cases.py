@@ -123,6 +123,24 @@ def test_b10_refused_with_both_numbers(daemon: Scripted) -> None:
     assert daemon.events("add") == []
 
 
+def test_b10_the_context_of_the_request_is_the_limit(daemon: Scripted) -> None:
+    daemon.script(spelled("x"))
+    raw = {"model": MODEL, "prompt": "x" * 20, "raw": True, "options": {"num_ctx": 20}}
+    for reply in (daemon.complete("x" * 20, ctx=20), daemon.complete([7] * 20, num_ctx=20), daemon.post("/api/generate", raw)):
+        assert (reply.status, reply.code) == (400, "context_length_exceeded")
+        assert "has 20 tokens and the context holds 20" in str(reply.json["error"])
+    for reply in (daemon.chat(ctx=10), daemon.ollama(options={"num_ctx": 10})):
+        assert reply.code == "context_length_exceeded" and "holds 10" in str(reply.json["error"])
+    assert daemon.complete("x" * 20, ctx=21).json["usage"]["completion_tokens"] == 1
+    answer = daemon.post("/api/generate", raw | {"truncate": True, "stream": False}).json
+    assert answer["truncated"]["tokens"] == 20 - answer["prompt_eval_count"] > 0
+    messages = [{"role": "user" if i % 2 == 0 else "assistant", "content": f"m{i}"} for i in range(5)]
+    body = {"model": MODEL, "messages": messages, "stream": False, "truncate": True}
+    assert "truncated" not in daemon.post("/api/chat", body).json
+    answer = daemon.post("/api/chat", body | {"options": {"num_ctx": 40}}).json
+    assert answer["truncated"]["messages"] > 0 and answer["prompt_eval_count"] < 40
+
+
 def test_b10_a_hopeless_prompt_is_refused_untokenised(daemon: Scripted) -> None:
     daemon.script(spelled("x"))
     reply = daemon.complete("x" * 1_000_000)
