@@ -95,7 +95,7 @@ class _Signals:
             os._exit(128 + number)
         self._told = True
         if self._server is not None:
-            self._server.should_exit = True
+            self._server.stop()
 
     def _reopen(self, _number: int, _frame: FrameType | None) -> None:
         self._writer.reopen()

@@ -121,15 +121,26 @@ class DaemonServer(uvicorn.Server):
         super().__init__(uvicorn.Config(app, http="httptools", ws="none", lifespan="off", proxy_headers=False, **quiet))
         self.settings, self.gate = settings, gate
         self.all = Connections(settings, limit)
+        self.servers: list[Any] = []
         self._starting: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def stop(self) -> None:
+        """Begin to end, from a signal handler. Nobody new gets in from now on: the loop looks at should_exit only every 100 ms."""
+        self.should_exit = True
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._stop_listening)
+
+    def _stop_listening(self) -> None:
+        for server in self.servers:
+            server.close()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
 
         def connect() -> Connection:
             return Connection(self.config, self.server_state, self.all, loop)
 
-        self.servers: list[Any] = []
         await self.on_tick(0)
         for listener in sockets or []:
             listen = loop.create_unix_server if listener.family == socket.AF_UNIX else loop.create_server
@@ -145,8 +156,7 @@ class DaemonServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: ARG002 - uvicorn's signature
         """Drains: no new connection, streams finish, and what has not finished in time is ended by the application."""
-        for server in self.servers:
-            server.close()
+        self._stop_listening()
         self.gate.drain()
         if not await self._wait(lambda: not self.all.busy(), self.settings.drain_timeout_s):
             log.warning("%d requests did not finish in time", len(self.all.busy()))
