@@ -31,7 +31,7 @@ class Question:
     model: str
     system: str = ""
     options: dict[str, Any] = field(default_factory=dict)
-    context_tokens: int = 0  # 0: the model's own
+    context_tokens: int = 0  # 0: what the daemon loads the model with
     keep_alive: str = ""  # "": the daemon's setting
 
     def chat(self, messages: list[Message]) -> Request:

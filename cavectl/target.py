@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cavectl.names import DEFAULT_MODEL
-from engine.errors import ModelNotFound
+from cavectl.prompt import clean
+from engine.errors import InvalidRequest, ModelNotFound
 
 _PART = r"[^\s:/?!,;\"'()]+"
 _NAME = re.compile(rf"{_PART}(?:[:/]{_PART})+")
@@ -39,6 +40,13 @@ def split_target(words: Sequence[str], known_names: Callable[[], Sequence[str]])
         if name:
             return name, rest
     return DEFAULT_MODEL, list(words)
+
+
+def model_name(argument: str) -> str:
+    """An argument that names a model. What may be a name beyond that is for the daemon to say."""
+    if not argument.strip():
+        raise InvalidRequest("the model's name is empty", hint="a name looks like smollm2:135m; cavectl list shows what is here")
+    return clean(argument)
 
 
 def is_path(model: str) -> bool:

@@ -25,7 +25,7 @@ complete -c cavectl -n '__fish_seen_subcommand_from run' -s o -l option -x -d 'A
 complete -c cavectl -n '__fish_seen_subcommand_from run' -l temp -x -d '0: always the likeliest token.'
 complete -c cavectl -n '__fish_seen_subcommand_from run' -l seed -x -d 'Makes the answer repeatable.'
 complete -c cavectl -n '__fish_seen_subcommand_from run' -l max-tokens -x -d 'Longest answer.'
-complete -c cavectl -n '__fish_seen_subcommand_from run' -l ctx -x -d 'Size of the context; 0: the model\'s own.'
+complete -c cavectl -n '__fish_seen_subcommand_from run' -l ctx -x -d 'Most tokens of prompt and answer; 0: the daemon\'s setting.'
 complete -c cavectl -n '__fish_seen_subcommand_from run' -l stats -d 'Print timings to stderr; --stats=json as JSON.'
 complete -c cavectl -n '__fish_seen_subcommand_from run' -l keep-alive -x -d 'How long the model stays in memory: 10m, 0, -1 for ever.'
 complete -c cavectl -n '__fish_seen_subcommand_from run' -l stdin -x -a 'auto never prepend append' -d 'Where standard input goes; auto: first, if it is a pipe.'

@@ -13,7 +13,7 @@ from cavectl.arguments import Json, ModelName
 from cavectl.environment import Environment
 from cavectl.names import remember
 from cavectl.output import duration, size
-from cavectl.prompt import clean
+from cavectl.target import model_name
 from engine.errors import CavectlError
 
 
@@ -34,7 +34,8 @@ def list_models(context: typer.Context, *, json: Json = False) -> None:
 def show(context: typer.Context, *, model: ModelName, json: Json = False) -> None:
     """Show what a model is."""
     environment: Environment = context.obj
-    answer = environment.daemon.post("/api/show", {"model": clean(model)})
+    name = model_name(model)
+    answer = environment.daemon.post("/api/show", {"model": name})
     if json:
         environment.console.document(answer)
         return
@@ -72,9 +73,10 @@ def remove(
 ) -> None:
     """Remove models."""
     environment: Environment = context.obj
+    names = [model_name(model) for model in models]
     client = environment.daemon
     failure: CavectlError | None = None
-    for name in map(clean, models):
+    for name in names:
         try:
             client.delete("/api/delete", {"model": name})
         except CavectlError as error:
@@ -117,11 +119,12 @@ def loaded(context: typer.Context, *, json: Json = False) -> None:
 def stop(context: typer.Context, *, model: ModelName) -> None:
     """Take a model out of memory."""
     environment: Environment = context.obj
+    name = model_name(model)
     client = environment.running_daemon()
     if client is None:
         environment.console.note("no daemon runs, so nothing is in memory")
         return
-    client.post("/api/generate", {"model": clean(model), "keep_alive": 0, "stream": False})
+    client.post("/api/generate", {"model": name, "keep_alive": 0, "stream": False})
     environment.console.note(f"stopped {model}")
 
 

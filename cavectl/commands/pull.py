@@ -15,6 +15,7 @@ from cavectl.environment import Environment
 from cavectl.names import remember
 from cavectl.progress import follow, progress_view
 from cavectl.prompt import clean
+from cavectl.target import model_name
 from engine.errors import CavectlError
 
 Events = Annotated[bool, typer.Option("--json", help="Print the events as JSON, one a line.")]
@@ -32,7 +33,8 @@ def pull(
     What an earlier call had fetched is not fetched again.
     """
     environment: Environment = context.obj
-    fetch(environment, environment.daemon, clean(model), json=json)
+    name = model_name(model)
+    fetch(environment, environment.daemon, name, json=json)
 
 
 def fetch(environment: Environment, client: Client, model: str, *, json: bool = False) -> None:

@@ -11,7 +11,7 @@ from cavectl.answer import Answer, Question, stream_answer
 from cavectl.arguments import OptionalValue
 from cavectl.client import Client
 from cavectl.environment import Environment
-from cavectl.options import parse_options
+from cavectl.options import parse_options, set_flag
 from cavectl.output import Console
 from cavectl.prompt import StdinRule, clean, read_prompt
 from cavectl.target import is_path, split_target
@@ -54,7 +54,9 @@ def run(
     temperature: Annotated[float | None, typer.Option("--temp", metavar="NUMBER", help="0: always the likeliest token.")] = None,
     seed: Annotated[int | None, typer.Option(metavar="NUMBER", help="Makes the answer repeatable.")] = None,
     max_tokens: Annotated[int | None, typer.Option(metavar="COUNT", help="Longest answer.")] = None,
-    context_tokens: Annotated[int, typer.Option("--ctx", metavar="COUNT", help="Size of the context; 0: the model's own.")] = 0,
+    context_tokens: Annotated[
+        int, typer.Option("--ctx", min=0, metavar="COUNT", help="Most tokens of prompt and answer; 0: the daemon's setting.")
+    ] = 0,
     stats: Stats = None,
     keep_alive: Annotated[str, typer.Option(metavar="TIME", help="How long the model stays in memory: 10m, 0, -1 for ever.")] = "",
     stdin: Annotated[StdinRule, typer.Option(help="Where standard input goes; auto: first, if it is a pipe.")] = "auto",
@@ -63,7 +65,9 @@ def run(
     """Ask a model, or chat with it when no prompt is given."""
     environment: Environment = context.obj
     options = parse_options(map(clean, option))
-    options |= {k: v for k, v in (("temperature", temperature), ("seed", seed), ("num_predict", max_tokens)) if v is not None}
+    set_flag(options, "--temp", "temperature", temperature)
+    set_flag(options, "--seed", "seed", seed)
+    set_flag(options, "--max-tokens", "num_predict", max_tokens)
     if raw and system:
         raise InvalidRequest("--raw sends no system message", hint="write it into the prompt, or leave --raw out")
     target, prompt_words = (model, words) if model else split_target(words, lambda: _names(environment.daemon))

@@ -13,7 +13,7 @@ from cavectl.arguments import Json
 from cavectl.commands.pull import transfer
 from cavectl.environment import Environment
 from cavectl.exit_codes import ExitCode, exit_code
-from cavectl.prompt import clean
+from cavectl.target import model_name
 from engine.errors import CavectlError
 
 
@@ -28,8 +28,9 @@ def verify(
     A damaged model is not used until it is pulled again; what is good of it is not fetched again.
     """
     environment: Environment = context.obj
+    names = [model_name(model) for model in models]
     worst, answers = ExitCode.OK, list[dict[str, Any]]()
-    for name in map(clean, models):
+    for name in names:
         try:
             done = transfer(environment, environment.daemon, "/api/verify", {"model": name, "stream": True}, json=False)
         except CavectlError as error:

@@ -181,6 +181,8 @@ def test_slash_commands(home: Home, fake: FakeDaemon) -> None:
         enter("/nonsense", "no command /nonsense")
         enter("/set parameter temperature 0.5", "set")
         enter("/set parameter temperature warm", "temperature is a number")
+        enter("/set parameter temperature -5", "from 0 to 100, not -5.0")
+        enter("/set parameter temperature nan", "from 0 to 100, not nan")
         enter("/set parameter temprature 1", "did you mean temperature")
         enter("/set", "/set parameter NAME VALUE")
         enter('/set system "be brief"', "set")
