@@ -13,6 +13,7 @@ set -euo pipefail
 main() {
   local source data venv bin receipt model=smollm2:135m want_model=1
   source=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+  unset PYTHONPATH PYTHONHOME # what is installed must not depend on them
   data=${CAVECTL_DATA_DIR:-${XDG_DATA_HOME:-${HOME:?HOME is not set}/.local/share}/cavectl}
   venv=$data/venv
   bin=${HOME:?HOME is not set}/.local/bin

@@ -161,14 +161,22 @@ def test_uninstall_leaves_a_launcher_that_is_not_ours(installed: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(1500)
-def test_install_run_and_uninstall_for_real(home: Path) -> None:
-    first = run(SCRIPT, home, "run", "--temp", "0", "--max-tokens", "12", "Why is the sky blue?", timeout=1400)
+def test_install_run_and_uninstall_for_real(tmp_path: Path) -> None:
+    """In a folder that no shebang can hold, beside modules on PYTHONPATH that would break everything if they were imported."""
+    home, trap = tmp_path / "h o'me é", tmp_path / "trap"
+    home.mkdir()
+    trap.mkdir()
+    for name in ("daemon.py", "json.py", "engine.py"):
+        (trap / name).write_text("raise SystemExit('imported from PYTHONPATH')")
+    poisoned = {"PYTHONPATH": str(trap), "CAVECTL_PORT": "0"}
+    question = ("run", "--temp", "0", "--max-tokens", "12", "Why is the sky blue?")
+    first = run(SCRIPT, home, *question, timeout=1400, **poisoned)
     assert first.returncode == 0, first.stderr
     assert len(first.stdout.split()) > 4
     assert (home / ".local/bin/cavectl").is_symlink()
-    second = run(SCRIPT, home, "run", "--temp", "0", "--max-tokens", "12", "Why is the sky blue?", timeout=120)
+    second = run(SCRIPT, home, *question, timeout=120, **poisoned)
     assert second.stdout == first.stdout
     assert "installing" not in second.stderr
-    assert run(SCRIPT, home, "--uninstall").returncode == 0
+    assert run(SCRIPT, home, "--uninstall", **poisoned).returncode == 0
     # pip keeps .cache, and asks rustc for its version, whose launcher makes .rustup
     assert not {f for f in files(home) if not f.startswith((".cache", ".rustup"))}, "something was left behind"
