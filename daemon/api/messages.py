@@ -74,12 +74,12 @@ class Messages:
         return Nested(messages, list(ignored))
 
 
-def _message(*rows: Field, parts: bool, refused: tuple[str, ...]) -> Messages:
-    nothing = ([], {}, "")
+def _message(*rows: Field, parts: bool, refused: Mapping[str, Any]) -> Messages:
+    """`refused`: names with the one value of each, besides null, that stands for nothing."""
     return Messages(
         Table.of(
             [Field("role", Role(), required=True), Field("content", Content(parts)), *rows],
-            [Field(name, kind="refused", neutral=nothing) for name in refused],
+            [Field(name, kind="refused", neutral=(nothing,)) for name, nothing in refused.items()],
         )
     )
 
@@ -90,11 +90,11 @@ OPENAI_MESSAGES = _message(
     Field("reasoning", kind="no_effect"),  # the same text under its other name
     Field("annotations", kind="no_effect"),
     parts=True,
-    refused=("tool_calls", "tool_call_id", "function_call", "refusal", "audio"),
+    refused={"tool_calls": [], "tool_call_id": "", "function_call": {}, "refusal": "", "audio": {}},
 )
 
 OLLAMA_MESSAGES = _message(
     Field("thinking", Str()),
     parts=False,
-    refused=("images", "tool_calls", "tool_name", "tool_call_id"),
+    refused={"images": [], "tool_calls": [], "tool_name": "", "tool_call_id": ""},
 )

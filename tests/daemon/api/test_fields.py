@@ -229,6 +229,10 @@ def test_a_drawn_seed_is_told_and_differs(daemon: Scripted) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": "x"}] * 4097}, "messages"),
+        *(
+            ({"messages": [{"role": "assistant", "content": "x", name: value}]}, f"messages[0].{name}")
+            for name, value in (("tool_calls", {}), ("tool_calls", ""), ("tool_calls", [{}]), ("refusal", []), ("audio", []))
+        ),
         ({"messages": None}, "messages"),
         ({"model": 5}, "model"),
         ({"model": None}, "model"),
@@ -238,6 +242,15 @@ def test_a_drawn_seed_is_told_and_differs(daemon: Scripted) -> None:
 def test_bad_fields_are_named(daemon: Scripted, fields: dict[str, Any], param: str) -> None:
     reply = daemon.post("/v1/chat/completions", BASE["/v1/chat/completions"] | fields)
     assert reply.status == 400 and reply.json["error"]["param"] == param, reply.json
+
+
+def test_message_fields_that_stand_for_nothing(daemon: Scripted) -> None:
+    daemon.script(spelled("x"))
+    nothing = {"tool_calls": [], "tool_call_id": "", "function_call": None, "refusal": None, "audio": None}
+    message = {"role": "user", "content": "x"}
+    assert daemon.post("/v1/chat/completions", {"model": MODEL, "messages": [message | nothing]}).status == 200
+    for name, value, status in (("tool_calls", [], 200), ("images", [], 200), ("tool_calls", {}, 400), ("images", {}, 400)):
+        assert daemon.post("/api/chat", {"model": MODEL, "messages": [message | {name: value}]}).status == status
 
 
 def test_cost_is_bounded(daemon: Scripted) -> None:
