@@ -41,6 +41,11 @@ class Question:
     def raw(self, prompt: str) -> Request:
         return Request("/api/generate", {"prompt": prompt, "raw": True, **self._common()})
 
+    def load(self) -> Request:
+        """Without a prompt: the model is loaded, with room for what the questions to come may need."""
+        body: dict[str, Any] = {"model": self.model, "stream": False}
+        return Request("/api/generate", body | ({"ctx": self.context_tokens} if self.context_tokens else {}))
+
     def _common(self) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self.model, "stream": True}
         if self.options:

@@ -74,7 +74,7 @@ class Chat:
 
         def load() -> None:
             with suppress(CavectlError):
-                self._client.post("/api/generate", {"model": self._question.model, "stream": False}, timeout_s=None)
+                self._client.post(*self._question.load(), timeout_s=None)
 
         threading.Thread(target=load, name="warm-up", daemon=True).start()
 

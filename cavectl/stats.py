@@ -32,13 +32,13 @@ def stats_lines(final: dict[str, Any], loaded: dict[str, Any]) -> list[str]:
 
 def stats_document(final: dict[str, Any], loaded: dict[str, Any]) -> dict[str, Any]:
     """The same as data: the last event without its text, and the context."""
-    kept = {k: v for k, v in final.items() if k not in ("message", "response", "context", "done")}
-    return kept | {"context_used": _used(final), "context_limit": loaded.get("context_length")}
+    kept = {k: v for k, v in final.items() if k not in ("message", "response", "context", "context_length", "done")}
+    return kept | {"context_used": _used(final), "context_limit": _limit(final, loaded)}
 
 
 def context_is_full(final: dict[str, Any], loaded: dict[str, Any]) -> bool:
     """Whether prompt and answer reach the end of the context. False when the daemon does not say how long that is."""
-    limit = loaded.get("context_length")
+    limit = _limit(final, loaded)
     return limit is not None and _used(final) >= limit
 
 
@@ -74,6 +74,11 @@ def _used(final: dict[str, Any]) -> int:
     return int(final.get("prompt_eval_count") or 0) + int(final.get("eval_count") or 0)
 
 
+def _limit(final: dict[str, Any], loaded: dict[str, Any]) -> int | None:
+    """The context of the request, which --ctx can make smaller than what the model was loaded with."""
+    return final.get("context_length") or loaded.get("context_length")
+
+
 def _context(final: dict[str, Any], loaded: dict[str, Any]) -> str:
-    limit = loaded.get("context_length")
+    limit = _limit(final, loaded)
     return f"{_used(final)} of {limit} tokens" if limit else f"{_used(final)} tokens"

@@ -195,6 +195,7 @@ def _handler(fake: FakeDaemon) -> type[BaseHTTPRequestHandler]:
                 or {"model": body["model"], "done": True, "done_reason": reply.done_reason}
                 | event("")
                 | _figures(reply.prompt_tokens)
+                | {"context_length": body.get("ctx", 8192)}
             )
             return self._end_stream()
 

@@ -212,13 +212,16 @@ def test_slash_commands(home: Home, fake: FakeDaemon) -> None:
     assert all(body["options"] == {"temperature": 0.5} for body in bodies)
 
 
-def test_the_model_loads_while_the_person_types(home: Home, fake: FakeDaemon) -> None:
-    with chat(home) as screen:
+@pytest.mark.parametrize(("arguments", "extra"), [((), {}), (("--ctx", "512"), {"ctx": 512})])
+def test_the_model_loads_while_the_person_types(
+    home: Home, fake: FakeDaemon, arguments: tuple[str, ...], extra: dict[str, int]
+) -> None:
+    with chat(home, *arguments) as screen:
         say(screen, "hi")
         screen.expect("echo: hi")
         say(screen, "/bye")
         screen.wait()
-    assert fake.bodies("/api/generate") == [{"model": MODEL, "stream": False}]
+    assert fake.bodies("/api/generate") == [{"model": MODEL, "stream": False, **extra}]
 
 
 def test_a_model_cannot_command_the_terminal(home: Home, fake: FakeDaemon) -> None:

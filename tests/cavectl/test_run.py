@@ -98,6 +98,15 @@ def test_stats_as_json(home: Home, fake: FakeDaemon) -> None:
     assert done.stdout == b"echo: x y\n"
 
 
+def test_the_context_told_is_that_of_the_request(home: Home, fake: FakeDaemon) -> None:
+    fake.replies["x y"] = Reply(["x"], done_reason="length")
+    done = home.run("run", "x y", "--ctx", "15", "--stats")
+    assert b"the context is full; --ctx makes it larger" in done.stderr
+    assert b"15 of 15 tokens" in done.stderr
+    figures = json.loads(home.run("run", "short one", "--ctx", "512", "--stats=json").stderr)
+    assert figures["context_limit"] == 512
+
+
 def test_a_model_that_is_not_here_is_pulled_first(home: Home, fake: FakeDaemon) -> None:
     fake.models.clear()
     fake.pullable.append(MODEL)
