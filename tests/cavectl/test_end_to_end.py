@@ -115,7 +115,7 @@ def test_head_ends_the_answer(real: Home) -> None:
         (("run", MODEL, "word " * 400), 6, "the context holds 256"),
         (("run", "tiny/rant", "hi"), 3, "tiny/rand"),
         (("show", "nothing:here"), 3, "nothing:here"),
-        (("run", MODEL, "hi", "--temp", "-1"), 2, "temperature"),
+        (("run", MODEL, "hi", "--temp", "-1"), 2, "--temp"),
         (("import", "{home}"), 1, ""),
     ],
 )
