@@ -7,8 +7,10 @@ exists is valid, so nothing after this has to check its parts again.
 
 from __future__ import annotations
 
+import difflib
 import re
 import unicodedata
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from engine.errors import CavectlError
 HUB = "hf.co"
 DEFAULT_TAG = "latest"
 MAX_PART_CHARS = 96
+_NEAR = 0.8  # one letter wrong, left out or doubled in a word of five
 _HUB_PREFIXES = ("hf.co/", "huggingface.co/")
 _HUB_PART = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.\-]*[A-Za-z0-9_\-])?")
 _DIGEST_LIKE = re.compile(r"sha256[:\-]", re.IGNORECASE)
@@ -93,6 +96,13 @@ def name_from_path(path: Path) -> ModelName:
     return ModelName("", "", _check_local(cleaned[:MAX_PART_CHARS].strip("._-") or "model", stem), DEFAULT_TAG)
 
 
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that a mistyped one most likely stands for; None when none is really near. A tag of its own does not count."""
+    forms = {fold(text).removesuffix(f":{DEFAULT_TAG}"): text for text in known}
+    near = difflib.get_close_matches(fold(name).removesuffix(f":{DEFAULT_TAG}"), forms, n=1, cutoff=_NEAR)
+    return forms[near[0]] if near else None
+
+
 def show(text: str) -> str:
     """`text` quoted for a one-line message, control characters escaped, cut at 80 characters; of a path its last part alone."""
     if is_path(text):
@@ -107,7 +117,7 @@ def ascii_controls(text: str) -> str:
 def _parse_path(text: str) -> Path:
     path = Path(text)
     if not path.is_absolute():
-        raise InvalidName(f"{show(text)} is a relative path", hint="give the absolute path of the file or folder")
+        raise InvalidName(f"{show(text)} is a relative path, not a model name", hint="cavectl list shows the names")
     return path
 
 

@@ -6,7 +6,6 @@ root at the same time. Reading is plain synchronous file access of a few small f
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 from collections.abc import Mapping
@@ -23,7 +22,7 @@ from daemon.store.importer import ImportMode, survey
 from daemon.store.imports import Importer
 from daemon.store.inspector import ChildInspector, Inspector
 from daemon.store.manifests import ModelRecord, PullEvent
-from daemon.store.names import HUB, ModelName, name_from_path, parse_model_name, parse_name, show
+from daemon.store.names import HUB, ModelName, name_from_path, nearest, parse_model_name, parse_name, show
 from daemon.store.partials import Partials
 from daemon.store.paths import StorePaths
 from daemon.store.progress import Progress
@@ -133,9 +132,12 @@ class Store:
         self, path: str | Path, name: str | None, mode: ImportMode = "auto", progress: Progress = lambda _: None
     ) -> ModelRecord:
         """Takes in a folder or a GGUF. "auto": in place for a GGUF, linked for a folder (in place on another file system)."""
+        if not os.path.isabs(path):
+            raise InvalidRequest(
+                f"{show(str(path))} is no absolute path", hint="give the absolute path of a folder or a .gguf file"
+            )
         where = parse_name(str(path))
-        if not isinstance(where, Path):
-            raise InvalidRequest(f"{show(str(path))} is not a path", hint="give the absolute path of a folder or a .gguf file")
+        assert isinstance(where, Path)
         target = parse_model_name(name) if name else name_from_path(where)
         if target.host == HUB or self.catalog.find(target) is not None:
             raise InvalidRequest(f"{target} is the name of a model to pull", hint="choose another name with --name")
@@ -172,11 +174,12 @@ class Store:
         parsed = parse_model_name(name)
         if parsed.host == HUB or self.catalog.find(parsed) is not None:
             return ModelNotFound(f"model {name} is not here", hint=f"cavectl pull {name} gets it")
+        return self._unknown(f"there is no model {name}", name, "cavectl list shows what is here")
+
+    def _unknown(self, message: str, name: str, hint: str) -> ModelNotFound:
         known = [model.name.display for model in self._registry.all()] + self.catalog.names
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-        return ModelNotFound(
-            f"there is no model {name}", hint=f"did you mean {close[0]}?" if close else "cavectl list shows what is here"
-        )
+        near = nearest(name, [other for other in known if other != name])
+        return ModelNotFound(message, hint=f"did you mean {near}?" if near else hint)
 
     def _pulled(self, model: Installed, progress: Progress) -> ModelRecord:
         progress(PullEvent(status="success"))
@@ -188,7 +191,8 @@ class Store:
             return [self._catalog_source(entry, source) for source in entry.source]
         if name.host == HUB:
             return [HubSource(name.repo, self._fetcher, selector=name.tag)]
-        raise self._not_found(name.display)
+        there = f"there are {', '.join(self.catalog.names)}, and hf.co/owner/repo for what is on the hub"
+        raise self._unknown(f"there is no model {name} to pull", name.display, there)
 
     def _catalog_source(self, entry: CatalogModel, source: WheelEntry | HubEntry) -> Source:
         s = self._settings

@@ -139,6 +139,7 @@ def test_paths_that_are_no_model(make_store: MakeStore, tmp_path: Path) -> None:
     assert refused(store, tmp_path / "pipe.gguf").code == "invalid_request"
     (tmp_path / "empty").mkdir()
     assert refused(store, tmp_path / "empty").code == "unsupported_model"
+    assert "absolute path" in refused(store, Path("../relative.gguf")).hint
     assert refused(store, Path("relative.gguf")).code == "invalid_request"
     assert refused(store, Path("./relative.gguf")).code == "invalid_request"
     (tmp_path / "dir.gguf").mkdir()

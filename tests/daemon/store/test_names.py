@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import daemon.store
 from daemon.store import Store
-from daemon.store.names import ModelName, name_from_path, parse_model_name, parse_name
+from daemon.store.names import ModelName, name_from_path, nearest, parse_model_name, parse_name
 from daemon.store.paths import StorePaths, cached_blob, check_file_name, check_file_names, digest_hex
 from engine.errors import CavectlError
 
@@ -188,6 +188,30 @@ def test_what_is_no_name(text: str) -> None:
     assert caught.value.code == "invalid_name"
     caught.value.message.encode()  # printable wherever it goes
     assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("text", ["../x", "./m.gguf", "..", ".", "~/m"])
+def test_a_relative_path_is_not_a_model_name(text: str) -> None:
+    with pytest.raises(CavectlError, match="not a model name") as caught:
+        parse_name(text)
+    assert (caught.value.code, caught.value.hint) == ("invalid_name", "cavectl list shows the names")
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("x:latest", None),
+        ("mime:latest", None),
+        ("min:latest", "mine:latest"),
+        ("smolm2:135m", "smollm2:135m"),
+        ("Smollm2:135n", "smollm2:135m"),
+        ("llama:135m", None),
+        ("tiny/rnd:latest", "tiny/rand:latest"),
+        ("gpt-4:latest", None),
+    ],
+)
+def test_only_a_near_name_is_suggested(name: str, near: str | None) -> None:
+    assert nearest(name, ["mine:latest", "smollm2:135m", "tiny/rand:latest"]) == near
 
 
 def test_paths_are_told_from_names() -> None:

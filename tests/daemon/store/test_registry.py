@@ -71,7 +71,13 @@ def test_unknown_model_has_a_hint(pulled: Store) -> None:
     with pytest.raises(CavectlError) as caught:
         store.get("smolm2:135m")
     assert caught.value.hint == "did you mean smollm2:135m?"
-    assert code_of(lambda: pull(store, "nobody-knows")) == "model_not_found"
+    with pytest.raises(CavectlError) as caught:
+        pull(store, "nobody-knows")
+    assert caught.value.code == "model_not_found" and "hf.co/owner/repo" in caught.value.hint
+    assert all(name in caught.value.hint for name in store.catalog.names)
+    with pytest.raises(CavectlError) as caught:
+        pull(store, "smollm:135m")
+    assert caught.value.hint == "did you mean smollm2:135m?"
 
 
 def test_list_leaves_vocabularies_out(pulled: Store) -> None:
