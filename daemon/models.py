@@ -248,16 +248,17 @@ class ModelManager:
 
     # --- end ------------------------------------------------------------------------------------------------------------------
 
-    async def unload(self, name: str) -> None:
-        """Unload a model as soon as nobody uses it; at once if nobody does now, and then wait until it is gone."""
+    async def unload(self, name: str) -> bool:
+        """Unload a model once nobody uses it; if nobody does now, then wait until it is gone. False: it was not loaded."""
         record = await asyncio.to_thread(self._store.get, name)
         model = self._table.get(record.digest)
         if model is None:
-            return
+            return False
         model.keep_alive_s = 0.0
         if not model.active and model.state == "ready":
             self._stop(model)
             await model.gone.wait()
+        return True
 
     def forget(self, name: str) -> None:
         """A model's files were removed or are bad: nobody finds it here any more, those who use it finish."""

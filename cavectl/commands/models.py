@@ -124,8 +124,8 @@ def stop(context: typer.Context, *, model: ModelName) -> None:
     if client is None:
         environment.console.note("no daemon runs, so nothing is in memory")
         return
-    client.post("/api/generate", {"model": name, "keep_alive": 0, "stream": False})
-    environment.console.note(f"stopped {model}")
+    answer = client.post("/api/generate", {"model": name, "keep_alive": 0, "stream": False})
+    environment.console.note(f"stopped {name}" if answer.get("was_loaded", True) else f"{name} was not loaded")
 
 
 def _short(digest: str) -> str:

@@ -109,8 +109,7 @@ class Ollama:
     async def _answer(self, exchange: Exchange, fields: Fields, request: NativeRequest, kind: Kind, *, empty: bool) -> None:
         writer = _Writer(exchange, request.model, kind)
         if empty:
-            reason = await self._load_or_unload(request)
-            await exchange.json(writer.line("") | {"done": True, "done_reason": reason})
+            await exchange.json(writer.line("") | {"done": True} | await self._load_or_unload(request))
             return
         async with contextlib.aclosing(generate(self._state, request, exchange.peer)) as events:
             if fields.get("stream", default=True):
@@ -118,13 +117,12 @@ class Ollama:
             else:
                 await writer.whole(events)
 
-    async def _load_or_unload(self, request: NativeRequest) -> str:
-        """A request without a prompt only moves the model."""
+    async def _load_or_unload(self, request: NativeRequest) -> dict[str, Any]:
+        """A request without a prompt only moves the model. `was_loaded`: whether there was one to unload."""
         if request.keep_alive_s == 0:
-            await self._state.models.unload(request.model)
-            return "unload"
+            return {"done_reason": "unload", "was_loaded": await self._state.models.unload(request.model)}
         async with self._state.models.lease(request.model, ctx=request.ctx, keep_alive_s=request.keep_alive_s):
-            return "load"
+            return {"done_reason": "load"}
 
 
 class _Writer:

@@ -39,6 +39,7 @@ class FakeDaemon:
     models: list[str] = field(default_factory=lambda: [MODEL])
     pullable: list[str] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
+    idle: list[str] = field(default_factory=list)  # here, but not in memory
     replies: dict[str, Reply] = field(default_factory=dict)
     version: str | None = __version__
     pull_pause_s: float = 0.0
@@ -168,7 +169,8 @@ def _handler(fake: FakeDaemon) -> type[BaseHTTPRequestHandler]:
             if "prompt" in body:
                 self._answer(body, body["prompt"], lambda piece: {"response": piece})
             elif body["model"] in fake.models:
-                self._document(200, {"model": body["model"], "done": True, "done_reason": "load"})
+                moved = {"was_loaded": body["model"] not in fake.idle} if body.get("keep_alive") == 0 else {}
+                self._document(200, {"model": body["model"], "done": True, **moved})
             else:
                 self._not_found(body["model"])
 

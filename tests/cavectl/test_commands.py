@@ -54,8 +54,15 @@ def test_what_needs_no_daemon_starts_none(home: Home) -> None:
 
 
 def test_stop_asks_to_unload(home: Home, fake: FakeDaemon) -> None:
-    assert home.run("stop", MODEL).returncode == 0
+    done = home.run("stop", MODEL)
+    assert (done.returncode, done.stdout, done.stderr.decode()) == (0, b"", f"stopped {MODEL}\n")
     assert fake.bodies("/api/generate") == [{"model": MODEL, "keep_alive": 0, "stream": False}]
+
+
+def test_stop_of_what_is_not_in_memory(home: Home, fake: FakeDaemon) -> None:
+    fake.idle.append(MODEL)
+    done = home.run("stop", MODEL)
+    assert (done.returncode, done.stdout, done.stderr.decode()) == (0, b"", f"{MODEL} was not loaded\n")
 
 
 def test_rm_goes_on_after_a_wrong_name(home: Home, fake: FakeDaemon) -> None:

@@ -116,8 +116,9 @@ def test_load_and_unload_through_empty_prompts(daemon: Scripted) -> None:
     assert loaded["done"] is True and loaded["done_reason"] == "load" and loaded["response"] == ""
     assert len(daemon.get("/api/ps").json["models"]) == 1
     unloaded = daemon.post("/api/chat", {"model": MODEL, "messages": [], "keep_alive": 0}).json
-    assert unloaded["done_reason"] == "unload" and unloaded["message"]["content"] == ""
+    assert unloaded["done_reason"] == "unload" and unloaded["message"]["content"] == "" and unloaded["was_loaded"] is True
     assert daemon.get("/api/ps").json == {"models": []} and daemon.events("shutdown")
+    assert daemon.post("/api/generate", {"model": MODEL, "keep_alive": 0}).json["was_loaded"] is False
 
 
 def test_context_of_a_request(daemon: Scripted) -> None:
