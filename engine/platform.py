@@ -10,6 +10,7 @@ import os
 import resource
 import signal
 import sys
+import warnings
 from pathlib import Path
 
 import psutil
@@ -48,6 +49,11 @@ def limit_spinning() -> None:
     GNU OpenMP spins for milliseconds by default; with one more busy thread than cores, a step then takes 10 to 20 times as long.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
+
+
+def expect_no_numpy() -> None:
+    """Keep torch from warning that numpy is missing: it is not used here, nor installed. Call before torch is imported."""
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
 
 
 def physical_cores() -> int:

@@ -226,6 +226,7 @@ def _load_error(error: Exception) -> ErrorInfo:
 
 def _build_model(config: WorkerConfig, progress: Progress) -> tuple[Engine, LoadedInfo]:
     platform.limit_spinning()
+    platform.expect_no_numpy()
     from engine.runtime.load import build_engine  # seconds of imports: not before the daemon can be told of their failure
 
     return build_engine(config, progress)

@@ -71,6 +71,18 @@ def test_a_real_worker_runs_a_batch_and_unloading_frees_the_process(
     assert "Traceback" not in worker.log()
 
 
+def test_a_load_without_numpy_logs_no_warning(tiny: tuple[TinyRand, WorkerConfig]) -> None:
+    """As it is installed: torch without numpy."""
+    without = (
+        "import runpy, sys; sys.modules['numpy'] = None; runpy.run_module('engine.worker', run_name='__main__', alter_sys=True)"
+    )
+    with WorkerProcess((sys.executable, "-c", without)) as worker:
+        worker.load(tiny[1])
+        worker.send(Shutdown())
+        assert worker.exit_status() == 0
+        assert "Warning" not in worker.log()
+
+
 @pytest.mark.timing
 def test_a_killed_worker_is_seen_at_once(worker: WorkerProcess, tiny: tuple[TinyRand, WorkerConfig]) -> None:
     worker.load(tiny[1])
