@@ -13,13 +13,13 @@ import logging
 import math
 import os
 import shlex
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from daemon.config import Settings
+from daemon.interpreter import python_module
 from daemon.loaded_model import LoadedModel, TextSide
 from daemon.memory import PROCESS_BYTES, Holder, available_bytes
 from daemon.store import ModelRecord
@@ -344,7 +344,7 @@ def _shutting_down() -> CavectlError:
 
 
 def _command(settings: Settings) -> list[str]:
-    return shlex.split(settings.worker_command) or [sys.executable, "-m", "engine.worker"]
+    return shlex.split(settings.worker_command) or python_module("engine.worker")
 
 
 def _context_tokens(info: ModelInfo, asked: int | None, configured: int) -> int:
