@@ -31,7 +31,7 @@ class Progress(Protocol):
     def __call__(self, stage: str, fraction: float, /) -> None: ...
 
 
-def load_weights(  # noqa: PLR0917 (one call site)
+def load_weights(
     source: WeightSource,
     spec: ModelSpec,
     names: Mapping[str, ParameterInfo],
