@@ -64,10 +64,6 @@ class ModelRecord:
     info: ModelInfo
     damaged: tuple[str, ...] = ()
 
-    @property
-    def size_bytes(self) -> int:
-        return sum(file.size for file in self.files)
-
 
 class PullEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     """Progress of a pull, an import or a verification, in the terms of the wire."""

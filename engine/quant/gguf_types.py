@@ -18,10 +18,6 @@ class GgufType:
     block_elements: int
     block_bytes: int
 
-    @property
-    def bits_per_weight(self) -> float:
-        return 8 * self.block_bytes / self.block_elements
-
 
 GGUF_TYPES: tuple[GgufType, ...] = (
     GgufType("F32", 0, 1, 4),
