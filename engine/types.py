@@ -15,6 +15,7 @@ from engine.errors import ErrorInfo
 
 Priority = Literal["high", "normal", "low"]
 FinishReason = Literal["stop", "length", "abort", "error"]
+Retention = Literal["rest", "chat"]  # how long an unused prefix may stay cached
 WeightFormat = Literal["gguf", "safetensors"]
 
 MAX_FRAME_BYTES = 64 << 20
@@ -53,6 +54,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     priority: Priority = "normal"
     client: str = ""  # whom to be fair to
     salt: str = ""  # isolates cached prefixes
+    adapter: str = ""  # content digest of the adapter; opaque here, splits the cache
+    retention: Retention = "rest"
+    pin: bool | None = None  # True: the prompt's pages are never evicted; False: no longer pinned; None: as they are
 
 
 class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -96,9 +100,14 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     prefill_tokens: int  # in this step
     decode_tokens: int  # in this step
     pages_total: int
-    pages_used: int
-    pages_cached: int
-    pages_pinned: int
+    pages_used: int  # held by running sequences
+    pages_cached: int  # held by the prefix cache alone, free to be evicted
+    pages_pinned: int  # held by the prefix cache alone, for ever
+    chunk_tokens: int = 0  # prompt tokens that a step takes beside decodes, as adapted by now
+    preemptions: int = 0  # these four since the start
+    evicted_pages: int = 0
+    hit_tokens: int = 0  # prompt tokens taken from the cache
+    accounting_errors: int = 0
 
 
 # --- model facts, read without loading weights (python -m engine.inspect PATH) -------------------------------------------------
@@ -163,6 +172,13 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     threads: int | None = None  # None: physical cores
     max_step_tokens: int = 512
     max_sequences: int = 64
+    target_step_ms: float = 50.0  # time between two tokens of a stream that prompt chunks are cut for
+    aging_s: float = 30.0  # a request that waited so long counts one priority class up
+    prefix_cache: bool = True
+    chat_retention_s: float = 1800.0  # how long an unused prefix of a chat stays cached
+    rest_retention_s: float = 300.0  # and any other
+    accounting_interval_s: float = 1.0  # how often the accounts of the cache are checked
+    model_digest: str = ""  # part of the cache's keys
     parent_pid: int = 0  # the worker ends when this process is gone
 
 
@@ -203,7 +219,13 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     pass
 
 
-Command = LoadModel | AddRequest | AbortRequest | Shutdown
+class Grow(msgspec.Struct, frozen=True, tag="grow"):
+    """Let sequences be longer, without loading again. Answered by Grown; requests go on meanwhile, between two steps."""
+
+    context_tokens: int
+
+
+Command = LoadModel | AddRequest | AbortRequest | Shutdown | Grow
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag="progress"):
@@ -226,4 +248,18 @@ class StepResult(msgspec.Struct, frozen=True, tag="step"):
     stats: EngineStats
 
 
-Event = LoadProgress | Loaded | Failed | StepResult
+class Scheduled(msgspec.Struct, frozen=True, tag="scheduled"):
+    """These requests are part of the step that begins now, for the first time. Whoever is not named has touched nothing yet."""
+
+    requests: list[int]
+
+
+class Grown(msgspec.Struct, frozen=True, tag="grown"):
+    """The answer to Grow: what holds now, and why it is not what was asked. `reload`: loading again would do it."""
+
+    info: LoadedInfo
+    error: ErrorInfo | None = None
+    reload: bool = False
+
+
+Event = LoadProgress | Loaded | Failed | StepResult | Scheduled | Grown

@@ -24,7 +24,7 @@ class Plane:
     name: str  # "k", "v", "k_scale", "v_scale"
     layer: int
     dtype: str
-    shape: tuple[int, ...]  # per token
+    shape: tuple[int, ...]  # per token; in a state group: of the whole state
 
     @property
     def bytes_per_token(self) -> int:
@@ -43,7 +43,8 @@ class CacheGroup:
 
     @property
     def bytes_per_page(self) -> int:
-        return PAGE_TOKENS * sum(plane.bytes_per_token for plane in self.planes)
+        """Of PAGE_TOKENS tokens; in a state group: of one sequence's state, however long it is."""
+        return (1 if self.kind == "state" else PAGE_TOKENS) * sum(plane.bytes_per_token for plane in self.planes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,8 @@ class CacheLayout:
 
     @property
     def bytes_per_token(self) -> int:
-        return sum(g.bytes_per_page for g in self.groups) // PAGE_TOKENS
+        """Of the groups that grow with a sequence."""
+        return sum(g.bytes_per_page for g in self.groups if g.kind != "state") // PAGE_TOKENS
 
 
 def cache_layout(spec: ModelSpec, kv_dtype: KvDtype) -> CacheLayout:

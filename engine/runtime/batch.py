@@ -2,7 +2,9 @@
 
 There is no prefill or decode phase. A row is "n new tokens of a sequence", starting at `position`; a prompt chunk, a decode, a
 prefix hit's remainder and (later) a draft tree are all this one thing. Pages hold PAGE_TOKENS tokens; logical token t of a
-sequence lives in slot t % PAGE_TOKENS of pages[group][t // PAGE_TOKENS].
+sequence lives in slot t % PAGE_TOKENS of pages[group][t // PAGE_TOKENS]. A page of a state group is one sequence's whole recurrent
+state instead: pages[group] is that one number. It holds the state after `position` tokens (anything at position 0, where a state
+is zero by definition), and after the step the state after the row's last token; a step that fails has changed no state.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sequence: int  # stable while the sequence lives
     tokens: list[int]
     position: int  # logical position of tokens[0]; cache holds positions 0..position-1
-    pages: list[list[int]]  # per cache group, covering at least position + len(tokens) tokens
+    pages: list[list[int]]  # per cache group, covering at least position + len(tokens) tokens; of a state group: one number
     sampling: int = -1  # sampling slot: draw one token after the last of `tokens`; -1: do not sample
     adapter: int = 0
     mask: bytes | None = None  # grammar bitset over the vocabulary, bit set = allowed
@@ -49,7 +51,8 @@ class StepInputs(msgspec.Struct, frozen=True, kw_only=True):
     rows: list[Row]
     opened: list[SamplingSlot] = []
     closed: list[int] = []  # before `opened`: a slot in both is the new one
-    copies: list[tuple[int, int, int]] = []  # (group, source page, target page), done before the step: copy on write
+    # (group, source page, target page), done before the step: copy on write, and snapshots of state. No page is both.
+    copies: list[tuple[int, int, int]] = []
 
 
 class RowOutput(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from engine.runtime.batch import StepInputs, StepOutputs
@@ -21,5 +22,12 @@ class Executor(Protocol):
     def submit(self, inputs: StepInputs) -> Ticket: ...
 
     def collect(self, ticket: Ticket) -> StepOutputs: ...
+
+    def grow(self, pages: Sequence[int], held: Sequence[Sequence[int]]) -> None:
+        """Have `pages` pages of each group from now on, at least as many as before; those in `held` keep what they hold.
+
+        Called with nothing in flight. Raises OutOfMemory (or MemoryError), and then all is as it was.
+        """
+        ...
 
     def close(self) -> None: ...
