@@ -24,7 +24,16 @@ from engine.runtime.batch import RowOutput
 from engine.runtime.executor import Executor, Ticket
 from engine.scheduler.scheduler import Plan, PlannedRow, Scheduler
 from engine.scheduler.sequence import Sequence
-from engine.types import EngineRequest, EngineStats, FinishReason, SequenceOutput, SequenceUsage, StepResult, TokenOutput
+from engine.types import (
+    EngineRequest,
+    EngineStats,
+    FinishReason,
+    LoadedInfo,
+    SequenceOutput,
+    SequenceUsage,
+    StepResult,
+    TokenOutput,
+)
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +48,35 @@ class EngineFailure(CavectlError):
     def __init__(self, result: StepResult) -> None:
         super().__init__("the engine failed and must be restarted", hint="try again; if it happens again, see the daemon's log")
         self.result = result
+
+
+class NeedsReload(CavectlError):
+    """What is asked cannot be had without loading the model again: its weights or RoPE tables would be others."""
+
+    code = "unsupported"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """How an engine shares its time and keeps its cache; the defaults are the product's (WorkerConfig)."""
+
+    target_step_ms: float = 50.0
+    aging_s: float = 30.0
+    prefix_cache: bool = True
+    chat_retention_s: float = 1800.0
+    rest_retention_s: float = 300.0
+    accounting_interval_s: float = 1.0
+    model: str = ""  # part of the cache's keys, like the format: what weights and cache are made of
+    format: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A loaded model. `grow(context_tokens)` lets sequences be longer; raises OutOfMemory, InvalidRequest or NeedsReload."""
+
+    engine: Engine
+    info: LoadedInfo
+    grow: Callable[[int], LoadedInfo] | None = None
 
 
 @dataclass(frozen=True, slots=True)
