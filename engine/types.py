@@ -57,6 +57,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     adapter: str = ""  # content digest of the adapter; opaque here, splits the cache
     retention: Retention = "rest"
     pin: bool | None = None  # True: the prompt's pages are never evicted; False: no longer pinned; None: as they are
+    waited_ms: float = 0.0  # in the queue of an earlier worker, which ended before it began
 
 
 class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):
