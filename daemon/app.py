@@ -82,6 +82,11 @@ async def _first_chores(templates: TemplateHost, store: Store) -> None:
             log.warning("at start: %s", error.message)
 
 
+def healthy(state: AppState) -> bool:
+    """False while a model that was loaded has no worker that works."""
+    return state.models.healthy
+
+
 async def shutdown(state: AppState) -> None:
     """End what still runs: each stream with an error event, each model with its process."""
     state.live.cancel_all(CavectlError("the daemon is shutting down", code="shutting_down"))

@@ -67,6 +67,12 @@ class Settings:
     startup_timeout_s: float = _key(60.0, low=0.0, high=3600)  # how long a request waits for the daemon to be ready
     ping_interval_s: float = _key(15.0, low=0.05, high=3600)
     load_timeout_s: float = _key(300.0, low=0.1, high=86400)
+    watchdog_s: float = _key(60.0, low=0.1, high=86400)  # a worker with requests that is silent for so long hangs, and is killed
+    target_itl_ms: float = _key(50.0, low=1.0, high=60_000)  # time between two tokens of a stream that prompt chunks are cut for
+    priority_aging_s: float = _key(30.0, low=0.1, high=86400)  # a request that waited so long counts one priority class up
+    prefix_cache: bool = _key(True)  # whether prompts share what they begin with alike
+    chat_retention_s: float = _key(1800.0, low=0.0, high=30 * 86400)  # how long an unused prefix of a chat stays cached ...
+    rest_retention_s: float = _key(300.0, low=0.0, high=30 * 86400)  # ... and any other; sooner gone where space is needed
     worker_command: str = _key("")  # "": this Python with -m engine.worker
     pre_tokenizer: str = _key("")  # read in place of a pre-tokenizer that a GGUF does not name or that is not known
     template_timeout_s: float = _key(1.0, low=0.01, high=600)
@@ -174,6 +180,8 @@ def _known(name: str, origin: str) -> None:
 
 def _checked(name: str, default: Any, bounds: Mapping[str, Any], value: Any, origin: str) -> Any:
     """`value` as the type of `default`, within bounds."""
+    if isinstance(default, bool):
+        return _switch(name, value, origin)
     if isinstance(default, tuple):
         return _items(name, value, origin)
     if isinstance(default, str):
@@ -197,6 +205,15 @@ def _number(name: str, kind: type[int] | type[float], bounds: Mapping[str, Any],
         between = f" from {low:g} to {high:g}" if low is not None else ", finite"
         raise _bad(name, origin, f"must be {what}{between}, not {value}")
     return number
+
+
+def _switch(name: str, value: Any, origin: str) -> bool:
+    """TOML's true and false, or the words on and off."""
+    if isinstance(value, bool):
+        return value
+    if value not in ("on", "off"):
+        raise _bad(name, origin, f"must be on or off, not {value!r}")
+    return value == "on"
 
 
 def _text(name: str, choices: tuple[str, ...], value: Any, origin: str) -> str:

@@ -1,8 +1,9 @@
 """The one code path that generates: admission, model, prompt, engine, text.
 
 Every dialect calls `generate` and translates its events. Owns the life of a request between the HTTP route and the worker: it is
-aborted in the worker when it is closed or cancelled here, whatever it was doing. Invariants: one Delta per token that completes
-text, yielded as soon as its token is here; no text after a stop string; every choice gets one Finished, and the whole one Summary.
+aborted in the worker when it is closed or cancelled here, whatever it was doing; a worker that dies before it began is followed by
+the next. Invariants: one Delta per token that completes text, yielded as soon as its token is here; no text after a stop string;
+every choice gets one Finished, and the whole one Summary.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ import msgspec
 
 from daemon.admission import Admission, Ticket
 from daemon.api.errors import BadField
+from daemon.deaths import RESTARTS
 from daemon.loaded_model import LoadedModel
 from daemon.metrics import Metrics
 from daemon.models import ModelManager
+from daemon.output_stream import OutputStream, WorkerLost
 from daemon.prompt import Prompt, prepare
 from daemon.request import Delta, Finished, GenerationEvent, NativeRequest, Started, Summary, TokenText
 from daemon.security import PeerInfo
@@ -30,7 +33,6 @@ from daemon.text.chat_template import TemplateHost
 from daemon.text.detokenizer import Detokenizer
 from daemon.text.stop import StopMatcher
 from daemon.text.tokenizer import Tokenizer
-from daemon.worker_client import OutputStream
 from engine.errors import CavectlError
 from engine.types import EngineRequest, SequenceOutput, SequenceUsage, TokenOutput
 
@@ -58,16 +60,25 @@ async def generate(state: Pipeline, request: NativeRequest, peer: PeerInfo) -> A
     """Run one request. Raises CavectlError, before Started or after. Close it (aclose) to cancel."""
     arrived = time.perf_counter()
     with state.admission.enter() as ticket:
-        async with state.models.lease(request.model, ctx=request.ctx, keep_alive_s=request.keep_alive_s) as model:
-            arrival = _Arrival(ticket, arrived, _ms_since(arrived))
-            prompt = await prepare(state.templates, model, request)
-            run = _Run(model, request, prompt, arrival)
-            async with contextlib.aclosing(run.events(_client(peer))) as events:
-                async for event in events:
-                    if isinstance(event, Summary):
-                        state.metrics.count(event)
-                        _log_finished(model.name, event)
-                    yield event
+        lease = state.models.lease(request.model, ctx=request.ctx, keep_alive_s=request.keep_alive_s)
+        run: _Run | None = None
+        for restarts_left in range(RESTARTS, -1, -1):
+            try:
+                async with lease as model:
+                    if run is None:
+                        arrival = _Arrival(ticket, arrived, _ms_since(arrived))
+                        run = _Run(model, request, await prepare(state.templates, model, request), arrival)
+                    async with contextlib.aclosing(run.events(model, _client(peer))) as events:
+                        async for event in events:
+                            if isinstance(event, Summary):
+                                state.metrics.count(event)
+                                _log_finished(model.name, event)
+                            yield event
+                return
+            except WorkerLost:
+                if run is None or not restarts_left:
+                    raise
+            lease = state.models.lease_next(run.model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,27 +89,34 @@ class _Arrival:
 
 
 class _Run:
-    """One admitted request with its prompt: from the engine's outputs to events."""
+    """One admitted request with its prompt: from the engine's outputs to events. `model` is the one that has it now."""
 
     def __init__(self, model: LoadedModel, request: NativeRequest, prompt: Prompt, arrival: _Arrival) -> None:
-        self._model, self._request, self._prompt, self._arrival = model, request, prompt, arrival
+        self.model = model
+        self._request, self._prompt, self._arrival = request, prompt, arrival
+        self._asked: EngineRequest | None = None  # as the engine was asked the first time
+        self._submitted = 0.0
         self._choices = [_Choice(index, model.tokenizer, request) for index in range(request.n)]
         self._context = request.context(model.context_tokens)
         self._first: float | None = None
         self._last = arrival.at
 
-    async def events(self, client: str) -> AsyncGenerator[GenerationEvent, None]:
-        request = self._engine_request(client)
-        submitted = time.perf_counter()
-        if request.max_tokens == 0:  # nothing to generate: only the prompt's length is told
-            yield self._started(request)
+    async def events(self, model: LoadedModel, client: str) -> AsyncGenerator[GenerationEvent, None]:
+        """Raises WorkerLost when the worker ended before it began: call again with the model that follows, and all goes on."""
+        self.model = model
+        if self._asked is None:
+            self._asked = self._engine_request(client)
+            self._submitted = time.perf_counter()
+            yield self._started(self._asked)
+        if self._asked.max_tokens == 0:  # nothing to generate: only the prompt's length is told
             for choice in self._choices:
                 yield Finished(choice.index, "length")
-            yield self._summary(submitted)
+            yield self._summary()
             return
-        stream = self._model.worker.submit(request)
+        worker = model.worker
+        waited_ms = _ms_since(self._submitted)
+        stream = worker.submit(msgspec.structs.replace(self._asked, id=worker.next_id(), waited_ms=waited_ms))
         try:
-            yield self._started(request)
             while any(not choice.finished for choice in self._choices):
                 output = await stream.get()
                 for event in self._take(stream, output):
@@ -106,11 +124,11 @@ class _Run:
             await self._await_usage(stream)
         finally:
             stream.close()
-        yield self._summary(submitted)
+        yield self._summary()
 
     def _started(self, request: EngineRequest) -> Started:
         return Started(
-            model=self._model.name,
+            model=self.model.name,
             prompt_tokens=len(self._prompt.ids),
             context_tokens=self._context,
             seed=request.sampling.seed,
@@ -151,9 +169,9 @@ class _Run:
         self._check_ids("logit_bias", request.sampling.logit_bias)
         self._check_ids("stop_token_ids", request.stop_ids)
         seed = secrets.randbits(SEED_BITS) if request.seed is None else request.seed & ((1 << 64) - 1)
-        ends = set(request.stop_ids) if request.ignore_eos else self._model.tokenizer.end_ids.union(request.stop_ids)
+        ends = set(request.stop_ids) if request.ignore_eos else self.model.tokenizer.end_ids.union(request.stop_ids)
         return EngineRequest(
-            id=self._model.worker.next_id(),
+            id=0,  # the worker's client gives one
             prompt=prompt,
             sampling=msgspec.structs.replace(request.sampling, seed=seed),
             max_tokens=max_tokens,
@@ -163,25 +181,28 @@ class _Run:
             logprobs=request.logprobs,
             priority=request.priority,
             client=client,
+            salt=request.cache_salt,
+            retention=request.retention,
+            pin=request.pin_prompt,
         )
 
     def _check_ids(self, field: str, ids: Sequence[int] | dict[int, float]) -> None:
-        size = self._model.tokenizer.vocab_size
+        size = self.model.tokenizer.vocab_size
         wrong = next((token for token in ids if token >= size), None)
         if wrong is not None:
             raise BadField(field, f"token id {wrong} in `{field}` is not in the vocabulary of {size} tokens")
 
-    def _summary(self, submitted: float) -> Summary:
-        """The engine's numbers where it gave them, else what was seen from here."""
+    def _summary(self) -> Summary:
+        """The engine's numbers where it gave them, else what was seen from here. Cached is what the first choice found."""
         first = self._first or time.perf_counter()
         last = max(self._last, first)
         usages = [choice.usage for choice in self._choices if choice.usage is not None]
         return Summary(
             prompt_tokens=len(self._prompt.ids),
-            cached_tokens=max((usage.cached_tokens for usage in usages), default=0),
+            cached_tokens=min((usage.cached_tokens for usage in usages), default=0),
             output_tokens=sum(choice.tokens for choice in self._choices),
             queue_ms=min((usage.queue_ms for usage in usages), default=0.0),
-            prompt_ms=min((usage.prefill_ms for usage in usages), default=(first - submitted) * 1e3),
+            prompt_ms=min((usage.prefill_ms for usage in usages), default=(first - self._submitted) * 1e3),
             predicted_ms=max((usage.decode_ms for usage in usages), default=(last - first) * 1e3),
             ttft_ms=(first - self._arrival.at) * 1e3,
             load_ms=self._arrival.load_ms,
@@ -275,6 +296,9 @@ def _failure(output: SequenceOutput) -> CavectlError:
 
 
 def _client(peer: PeerInfo) -> str:
+    """Whom the engine is fair to: the key's owner, else the user on this machine, else the address."""
+    if peer.key:
+        return f"key:{peer.key}"
     return f"{peer.kind}:{peer.uid if peer.kind == 'unix' else peer.address}"
 
 

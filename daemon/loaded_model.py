@@ -13,6 +13,7 @@ from daemon.store import ModelRecord
 from daemon.text.chat_template import ChatTemplate
 from daemon.text.tokenizer import Tokenizer
 from daemon.worker_client import WorkerClient
+from engine.errors import CavectlError
 from engine.types import LoadProgress
 
 State = Literal["loading", "ready", "stopping"]
@@ -32,8 +33,9 @@ class LoadedModel:
     `active` counts those who use or await it. `retired`: new requests go elsewhere, and it stops with its last user.
     """
 
-    def __init__(self, record: ModelRecord, context_tokens: int, keep_alive_s: float) -> None:
+    def __init__(self, record: ModelRecord, context_tokens: int, keep_alive_s: float, *, restart: bool = False) -> None:
         self.record = record
+        self.restart = restart  # it takes the place of one whose worker died
         self.context_tokens = context_tokens
         self.keep_alive_s = keep_alive_s
         self.needed_bytes = resident_bytes(record.info, context_tokens)
@@ -46,6 +48,7 @@ class LoadedModel:
         self.gone = asyncio.Event()
         self.loading: asyncio.Task[None] | None = None
         self.expiry: asyncio.TimerHandle | None = None
+        self._growing = asyncio.Lock()
         self._worker: WorkerClient | None = None
         self._text: TextSide | None = None
 
@@ -82,6 +85,32 @@ class LoadedModel:
     def fill(self, worker: WorkerClient, text: TextSide) -> None:
         self._worker, self._text = worker, text
         self.state = "ready"
+
+    @property
+    def died(self) -> bool:
+        """Its worker ended unasked."""
+        return self._worker is not None and self._worker.unexpected_end
+
+    @property
+    def healthy(self) -> bool:
+        """False while what was loaded cannot be used: the worker hangs or died, or its successor is not ready."""
+        return not self.restart if self._worker is None else not self._worker.suspect
+
+    async def grow(self, context_tokens: int) -> bool:
+        """Let sequences have so many tokens, while others run on. False: only loading again can do it.
+
+        Raises the worker's reason, with both numbers, when it cannot be done.
+        """
+        async with self._growing:
+            if context_tokens <= self.context_tokens:
+                return True
+            grown = await self.worker.grow(context_tokens)
+            if grown.error is not None and not grown.reload:
+                raise CavectlError.from_info(grown.error)
+            if not grown.reload:
+                self.context_tokens = context_tokens
+                self.needed_bytes = resident_bytes(self.record.info, context_tokens)
+            return not grown.reload
 
     @property
     def held_bytes(self) -> int:

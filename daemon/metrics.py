@@ -1,15 +1,48 @@
 """Counters of the daemon, as Prometheus text with llama-server's names where it has one.
 
-Invariant: counters only grow; gauges are read from the loaded models when asked for.
+Invariant: counters only grow, also when a model goes: what its worker had counted is kept. Gauges are read from the loaded models
+when asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal, Protocol
 
 from daemon.request import Summary
 from engine.types import EngineStats
+
+Sample = tuple[str, float]  # labels, value
+
+
+class Counted(Protocol):
+    """What is needed of a worker that ended."""
+
+    @property
+    def stats(self) -> EngineStats | None: ...
+    @property
+    def hung(self) -> bool: ...
+
+
+@dataclass(slots=True)
+class EngineTotals:
+    """What workers that are gone had counted, and how they went."""
+
+    steps: int = 0
+    preemptions: int = 0
+    evicted_pages: int = 0
+    accounting_errors: int = 0
+    watchdog_kills: int = 0
+    restarts: int = 0
+
+    def add(self, worker: Counted) -> None:
+        self.watchdog_kills += worker.hung
+        if worker.stats is not None:
+            self.steps += worker.stats.step
+            self.preemptions += worker.stats.preemptions
+            self.evicted_pages += worker.stats.evicted_pages
+            self.accounting_errors += worker.stats.accounting_errors
 
 
 @dataclass(slots=True)
@@ -31,22 +64,55 @@ class Metrics:
         self.predicted_tokens += summary.output_tokens
         self.predicted_s += summary.predicted_ms / 1e3
 
-    def text(self, stats: Iterable[EngineStats], *, active: int, waiting: int) -> str:
+    def text(self, stats: Iterable[EngineStats], gone: EngineTotals, *, active: int, waiting: int) -> str:
         """The page that a Prometheus server reads."""
         engines = list(stats)
-        pages = sum(s.pages_total for s in engines)
-        used = sum(s.pages_used for s in engines)
-        rows: list[tuple[str, str, str, float]] = [
-            ("llamacpp:prompt_tokens_total", "counter", "Prompt tokens computed", self.prompt_tokens),
-            ("llamacpp:prompt_seconds_total", "counter", "Time from first scheduled to first token", self.prompt_s),
-            ("llamacpp:tokens_predicted_total", "counter", "Tokens generated", self.predicted_tokens),
-            ("llamacpp:tokens_predicted_seconds_total", "counter", "Time from first token to last", self.predicted_s),
-            ("llamacpp:n_decode_total", "counter", "Engine steps of the loaded models", sum(s.step for s in engines)),
-            ("llamacpp:kv_cache_usage_ratio", "gauge", "Cache pages in use", used / pages if pages else 0.0),
-            ("llamacpp:requests_processing", "gauge", "Requests that stream", active - waiting),
-            ("llamacpp:requests_deferred", "gauge", "Requests that wait", waiting),
-            ("cavectl:requests_total", "counter", "Requests finished", self.requests),
-            ("cavectl:cached_tokens_total", "counter", "Prompt tokens taken from the cache", self.cached_tokens),
-            ("cavectl:models_loaded", "gauge", "Models with a worker that has made a step", len(engines)),
-        ]
-        return "".join(f"# HELP {name} {help_}\n# TYPE {name} {kind}\n{name} {value}\n" for name, kind, help_, value in rows)
+        return "".join(
+            [
+                _counter("llamacpp:prompt_tokens_total", "Prompt tokens computed", self.prompt_tokens),
+                _counter("llamacpp:prompt_seconds_total", "Time from first scheduled to first token", self.prompt_s),
+                _counter("llamacpp:tokens_predicted_total", "Tokens generated", self.predicted_tokens),
+                _counter("llamacpp:tokens_predicted_seconds_total", "Time from first token to last", self.predicted_s),
+                _gauge("llamacpp:requests_processing", "Requests that stream", active - waiting),
+                _gauge("llamacpp:requests_deferred", "Requests that wait", waiting),
+                _counter("cavectl:requests_total", "Requests finished", self.requests),
+                _counter("cavectl:cached_tokens_total", "Prompt tokens taken from the cache", self.cached_tokens),
+                *_engine_rows(engines, gone),
+            ]
+        )
+
+
+def _engine_rows(engines: Sequence[EngineStats], gone: EngineTotals) -> list[str]:
+    total = sum(s.pages_total for s in engines)
+    used = sum(s.pages_used for s in engines)
+    cached = sum(s.pages_cached for s in engines)
+    pinned = sum(s.pages_pinned for s in engines)
+    pages = {"used": used, "cached": cached, "pinned": pinned, "free": total - used - cached - pinned}
+    preemptions = gone.preemptions + sum(s.preemptions for s in engines)
+    evicted = gone.evicted_pages + sum(s.evicted_pages for s in engines)
+    wrong = gone.accounting_errors + sum(s.accounting_errors for s in engines)
+    by_state = [(f'{{state="{state}"}}', count) for state, count in pages.items()]
+    return [
+        _counter("llamacpp:n_decode_total", "Engine steps", gone.steps + sum(s.step for s in engines)),
+        _gauge("llamacpp:kv_cache_usage_ratio", "Cache pages that requests hold", used / total if total else 0.0),
+        _family("cavectl:kv_pages", "gauge", "Cache pages by what they are for", by_state),
+        _counter("cavectl:preemptions_total", "Requests that gave their pages to others", preemptions),
+        _counter("cavectl:evicted_pages_total", "Cached pages dropped for their space", evicted),
+        _counter("cavectl:accounting_errors_total", "Checks that found the cache's accounts wrong", wrong),
+        _counter("cavectl:watchdog_kills_total", "Workers killed because they hung", gone.watchdog_kills),
+        _counter("cavectl:worker_restarts_total", "Workers started in place of dead ones", gone.restarts),
+        _gauge("cavectl:models_loaded", "Models in memory", len(engines)),
+    ]
+
+
+def _counter(name: str, help_: str, value: float) -> str:
+    return _family(name, "counter", help_, [("", value)])
+
+
+def _gauge(name: str, help_: str, value: float) -> str:
+    return _family(name, "gauge", help_, [("", value)])
+
+
+def _family(name: str, kind: Literal["counter", "gauge"], help_: str, samples: Sequence[Sample]) -> str:
+    lines = [f"# HELP {name} {help_}", f"# TYPE {name} {kind}", *(f"{name}{labels} {value}" for labels, value in samples)]
+    return "\n".join(lines) + "\n"

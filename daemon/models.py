@@ -1,9 +1,9 @@
 """Which models are loaded: on demand, one worker each, kept for a while after the last use, least recently used out first.
 
-Owned here: the table of loaded models, who uses them, when they go, and what may be loaded beside what. Not here: the worker's
-process (daemon/worker_client.py), the files (daemon/store). All of it runs on the event loop, so what happens between two awaits is
-atomic. Invariants: a model in use is never unloaded; a slot leaves the table before its worker is stopped, so a request finds
-either a model that stays or none; one load runs at a time.
+Owned here: the table of loaded models, who uses them, when they go, what may be loaded beside what, and that a worker which died
+is replaced. Not here: how one is loaded (daemon/loading.py), its process (daemon/worker_client.py), the files (daemon/store). All
+of it runs on the event loop, so what happens between two awaits is atomic. Invariants: a model in use is never unloaded; a slot
+leaves the table before its worker is stopped, so a request finds either a model that stays or none; one load runs at a time.
 """
 
 from __future__ import annotations
@@ -11,40 +11,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
-import shlex
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from daemon.config import Settings
-from daemon.interpreter import python_module
-from daemon.loaded_model import LoadedModel, TextSide
+from daemon.deaths import Deaths
+from daemon.loaded_model import LoadedModel
+from daemon.loading import TextLoader, context_tokens, start
 from daemon.memory import PROCESS_BYTES, Holder, available_bytes
+from daemon.metrics import EngineTotals
+from daemon.output_stream import WorkerLost
 from daemon.store import ModelRecord
-from daemon.worker_client import EXIT_GRACE_S, WorkerClient
-from engine.errors import CavectlError, InvalidRequest, OutOfMemory
-from engine.types import LoadProgress, ModelInfo, WorkerConfig
+from daemon.worker_client import EXIT_GRACE_S
+from engine.errors import CavectlError, OutOfMemory
 
 log = logging.getLogger("cavectl.models")
 
-DEFAULT_CONTEXT_TOKENS = 8192
-BACKOFF_FIRST_S, BACKOFF_LAST_S = 0.5, 30.0
 SHUTDOWN_GRACE_S = 1.0  # for a worker to end by itself when the daemon ends
-FORGIVE_S = 60.0  # a death this long after the one before it counts as the first
 
 
 class Catalogue(Protocol):
     """What is needed of the store."""
 
     def get(self, name: str) -> ModelRecord: ...
-
-
-class TextLoader(Protocol):
-    """Reads a model's tokenizer and chat template; runs on a thread."""
-
-    def __call__(self, record: ModelRecord) -> TextSide: ...
 
 
 class ModelManager:
@@ -61,7 +52,8 @@ class ModelManager:
         self._free_bytes = free_bytes
         self._table: dict[str, LoadedModel] = {}  # by digest
         self._leaving: set[LoadedModel] = set()  # out of the table, not gone yet
-        self._deaths: dict[str, tuple[int, float]] = {}  # by digest: how many in a row, when the last
+        self._deaths = Deaths()
+        self.totals = EngineTotals()  # of workers that are gone
         self._load_lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
@@ -70,42 +62,96 @@ class ModelManager:
     def loaded(self) -> list[LoadedModel]:
         return list(self._table.values())
 
+    @property
+    def healthy(self) -> bool:
+        """Whether every model that was loaded can be used, or was unloaded on purpose."""
+        return all(model.healthy for model in (*self.loaded, *self._leaving))
+
     # --- use ------------------------------------------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def lease(self, name: str, *, ctx: int | None = None, keep_alive_s: float | None = None) -> AsyncIterator[LoadedModel]:
         """The model, loaded, for the length of the block. Requests for one model share one load.
 
-        A larger `ctx` than the loaded one brings a reload, once those who use the old one are done. A smaller one binds its own
-        request alone (NativeRequest.context): a model is never loaded with less than those need who name none.
+        For a larger `ctx` than the loaded one the model grows, or, where it cannot, is loaded again once those who use it are done.
+        A smaller one binds its own request alone (NativeRequest.context): a model is never loaded with less than those need who
+        name none.
         """
         record = await asyncio.to_thread(self._store.get, name)
-        model = self._find_or_load(record, ctx)
-        model.active += 1
-        self._disarm(model)
-        if keep_alive_s is not None:
-            model.keep_alive_s = keep_alive_s
+        wanted = context_tokens(record.info, ctx, self._settings.context_tokens)
+        model = await self._acquire(record, wanted, None, keep_alive_s)
         try:
-            assert model.loading is not None
-            await asyncio.shield(model.loading)
             yield model
         finally:
             self._release(model)
 
-    def _find_or_load(self, record: ModelRecord, ctx: int | None) -> LoadedModel:
+    @asynccontextmanager
+    async def lease_next(self, dead: LoadedModel) -> AsyncIterator[LoadedModel]:
+        """The same files in the worker that follows the one that died. Raises WorkerLost when that one dies as it loads."""
+        try:
+            model = await self._acquire(dead.record, dead.context_tokens, dead, None)
+        except CavectlError as error:
+            if error.code == "worker_died":
+                raise WorkerLost(error) from error
+            raise
+        try:
+            yield model
+        finally:
+            self._release(model)
+
+    async def _acquire(
+        self, record: ModelRecord, wanted: int, before: LoadedModel | None, keep_alive_s: float | None
+    ) -> LoadedModel:
+        """A loaded model with a context of at least `wanted`, counted as used. `before`: the slot that a new one replaces."""
+        while True:
+            model = self._find_or_load(record, wanted, before)
+            model.active += 1
+            self._disarm(model)
+            if keep_alive_s is not None:
+                model.keep_alive_s = keep_alive_s
+            try:
+                assert model.loading is not None
+                await asyncio.shield(model.loading)
+                if await self._grow(model, wanted):
+                    return model
+            except BaseException:
+                self._release(model)
+                raise
+            self._retire(model)
+            self._release(model)
+            before = model
+
+    def _find_or_load(self, record: ModelRecord, wanted: int, before: LoadedModel | None) -> LoadedModel:
         if self._closed:
             raise _shutting_down()
-        wanted = _context_tokens(record.info, ctx, self._settings.context_tokens)
         present = self._table.get(record.digest)
-        if present is not None and present.usable and wanted <= present.context_tokens:
+        if present is not None and present.usable:
             return present
         if present is not None:
-            wanted = max(wanted, present.context_tokens)
             self._retire(present)
-        keep_alive_s = present.keep_alive_s if present is not None else self._default_keep_alive_s
-        model = self._table[record.digest] = LoadedModel(record, wanted, keep_alive_s)
-        model.loading = self._background(self._load(model, present))
+        return self._begin(record, wanted, present or before)
+
+    def _begin(self, record: ModelRecord, wanted: int, before: LoadedModel | None) -> LoadedModel:
+        """Start to load into a new slot. It inherits from `before`, the slot that it replaces, and waits until that one is gone."""
+        if before is None:
+            model = LoadedModel(record, wanted, self._default_keep_alive_s)
+        else:
+            restart = before.died or before.restart
+            model = LoadedModel(record, max(wanted, before.context_tokens), before.keep_alive_s, restart=restart)
+        self.totals.restarts += model.restart
+        self._table[record.digest] = model
+        predecessors = [other for other in self._leaving if other.record.digest == record.digest]
+        model.loading = self._background(self._load(model, predecessors))
         return model
+
+    async def _grow(self, model: LoadedModel, wanted: int) -> bool:
+        """See LoadedModel.grow. While memory is short, models that nobody uses give way."""
+        while wanted > model.context_tokens:
+            try:
+                return await model.grow(wanted)
+            except CavectlError as error:
+                await self._give_way_after(error, model)
+        return True
 
     @property
     def _default_keep_alive_s(self) -> float:
@@ -140,12 +186,12 @@ class ModelManager:
 
     # --- load -----------------------------------------------------------------------------------------------------------------
 
-    async def _load(self, model: LoadedModel, predecessor: LoadedModel | None) -> None:
+    async def _load(self, model: LoadedModel, predecessors: list[LoadedModel]) -> None:
         started = time.monotonic()
         try:
-            if predecessor is not None:
-                await predecessor.gone.wait()
-            await asyncio.sleep(self._backoff_s(model.record.digest))
+            for other in predecessors:
+                await other.gone.wait()
+            await asyncio.sleep(self._deaths.backoff_s(model.record.digest))
             async with self._load_lock:
                 await self._start_in_room(model)
         except BaseException as error:
@@ -153,7 +199,7 @@ class ModelManager:
             self._leaving.discard(model)
             model.gone.set()
             if isinstance(error, CavectlError) and error.code == "worker_died":
-                self._note_death(model.record.digest)
+                self._after_death(model)
             if isinstance(error, asyncio.CancelledError):  # only by shutdown(); its waiters are not themselves cancelled
                 raise _shutting_down() from None
             raise
@@ -167,52 +213,9 @@ class ModelManager:
         while True:
             free = await self._make_room(model)
             try:
-                return await self._start(model, max(0, free - PROCESS_BYTES))
+                return await start(model, self._settings, self._load_text, max(0, free - PROCESS_BYTES))
             except CavectlError as error:
-                idle = [other for other in self._by_last_use() if not other.active]
-                if error.code != "out_of_memory" or not idle:
-                    raise
-            await self._give_way(idle[0], model)
-
-    async def _start(self, model: LoadedModel, memory_bytes: int) -> None:
-        """Load the worker's half and the text half at once; if one fails, the other does not stay."""
-
-        def note(progress: LoadProgress) -> None:
-            model.progress = progress
-
-        text = asyncio.create_task(asyncio.to_thread(self._load_text, model.record))
-        worker = asyncio.create_task(
-            WorkerClient.start(
-                _command(self._settings),
-                self._worker_config(model, memory_bytes),
-                load_timeout_s=self._settings.load_timeout_s,
-                on_progress=note,
-            )
-        )
-        try:
-            done, _ = await asyncio.wait({text, worker}, return_when=asyncio.FIRST_EXCEPTION)
-            for task in done:
-                task.result()
-        except BaseException:
-            worker.cancel()
-            await asyncio.wait({text, worker})
-            if not worker.cancelled() and worker.exception() is None:
-                await asyncio.shield(worker.result().stop())
-            raise
-        model.fill(worker.result(), text.result())
-
-    def _worker_config(self, model: LoadedModel, memory_bytes: int) -> WorkerConfig:
-        settings, record = self._settings, model.record
-        return WorkerConfig(
-            model_path=str(record.weights),
-            format=record.info.format,
-            backend=settings.backend,  # pyright: ignore[reportArgumentType]  # checked by daemon/config.py
-            context_tokens=model.context_tokens,
-            kv_memory_bytes=settings.kv_memory_bytes or None,
-            memory_bytes=memory_bytes,
-            threads=settings.threads or None,
-            parent_pid=os.getpid(),
-        )
+                await self._give_way_after(error, model)
 
     async def _make_room(self, model: LoadedModel) -> int:
         """Unload others, least recently used first, until `model` fits; those in use are let finish first. Gives what is free then.
@@ -240,6 +243,13 @@ class ModelManager:
     def _by_last_use(self) -> list[LoadedModel]:
         """Models in the order in which they would go: idle ones first, of those the least recently used."""
         return sorted((m for m in self.loaded if m.state == "ready"), key=lambda m: (bool(m.active), m.last_used))
+
+    async def _give_way_after(self, error: CavectlError, model: LoadedModel) -> None:
+        """Have the model that was unused for longest make room for `model`, which has too little. Raises `error` if none can."""
+        idle = [other for other in self._by_last_use() if not other.active]
+        if error.code != "out_of_memory" or not idle:
+            raise error
+        await self._give_way(idle[0], model)
 
     async def _give_way(self, other: LoadedModel, model: LoadedModel) -> None:
         log.info("unloading %s to make room for %s", other.name, model.name)
@@ -281,7 +291,8 @@ class ModelManager:
     def _retire(self, model: LoadedModel) -> None:
         model.retired = True
         self._drop(model)
-        self._leaving.add(model)
+        if model.state != "stopping":
+            self._leaving.add(model)
         if model.state == "ready":
             self._settle(model)
 
@@ -304,27 +315,23 @@ class ModelManager:
             self._leaving.discard(model)
             model.gone.set()
 
-    async def _watch(self, model: LoadedModel) -> None:
-        """A worker that ends unasked takes its slot with it, so that the next request starts another."""
-        await model.worker.ended.wait()
-        if model.worker.unexpected_end:
-            self._note_death(model.record.digest)
-            self._stop(model)
-
     # --- deaths ---------------------------------------------------------------------------------------------------------------
 
-    def _note_death(self, digest: str) -> None:
-        count, last = self._deaths.get(digest, (0, -math.inf))
-        now = time.monotonic()
-        self._deaths[digest] = (count + 1 if now - last < FORGIVE_S else 1, now)
+    async def _watch(self, model: LoadedModel) -> None:
+        """A worker that ends unasked takes its slot with it, and the next one starts at once."""
+        await model.worker.ended.wait()
+        self.totals.add(model.worker)
+        if model.died:
+            self._stop(model)
+            self._after_death(model)
 
-    def _backoff_s(self, digest: str) -> float:
-        """The first death costs nothing; each further one within a minute doubles the wait before the next start."""
-        count, last = self._deaths.get(digest, (0, 0.0))
-        if count < 2:
-            return 0.0
-        wait = min(BACKOFF_LAST_S, BACKOFF_FIRST_S * 2 ** (count - 2))
-        return max(0.0, last + wait - time.monotonic())
+    def _after_death(self, model: LoadedModel) -> None:
+        """Bring back a model that was loaded, without waiting to be asked. One that never was is its requests' to try again."""
+        digest = model.record.digest
+        self._deaths.note(digest)
+        lost = (model.died or model.restart) and not model.retired and model.keep_alive_s > 0
+        if lost and not self._closed and digest not in self._table and self._deaths.may_restart(digest):
+            self._begin(model.record, model.context_tokens, model)
 
     def _background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
@@ -341,17 +348,3 @@ class ModelManager:
 
 def _shutting_down() -> CavectlError:
     return CavectlError("the daemon is shutting down", code="shutting_down")
-
-
-def _command(settings: Settings) -> list[str]:
-    return shlex.split(settings.worker_command) or python_module("engine.worker")
-
-
-def _context_tokens(info: ModelInfo, asked: int | None, configured: int) -> int:
-    """The context to load with: the default, or what is asked if more. Raises InvalidRequest for more than the model can."""
-    if asked is not None and asked > info.context_tokens:
-        raise InvalidRequest(
-            f"a context of {asked} tokens was asked for, the model holds {info.context_tokens}",
-            hint="ask for a smaller `ctx` (num_ctx)",
-        )
-    return max(asked or 0, min(info.context_tokens, configured or DEFAULT_CONTEXT_TOKENS))

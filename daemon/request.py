@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from engine.types import Priority, SamplingParams
+from engine.types import Priority, Retention, SamplingParams
 
 
 class NativeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +37,9 @@ class NativeRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: Priority = "normal"
     ctx: int | None = None  # None: all that the model was loaded with
     keep_alive_s: float | None = None
+    cache_salt: str = ""  # only requests with the same one share what is cached
+    pin_prompt: bool | None = None  # whether the prompt stays cached for ever; None: as it is
+    retention: Retention = "rest"
 
     def context(self, loaded: int) -> int:
         """How many tokens prompt and output may have in a model that was loaded with room for `loaded`."""

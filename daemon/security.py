@@ -13,7 +13,7 @@ import hmac
 import ipaddress
 import re
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from daemon.config import Settings
@@ -36,12 +36,18 @@ App = Callable[[Any, Any, Any], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class PeerInfo:
-    """Who is at the other end: a user on this machine's Unix socket, or an address on TCP."""
+    """Who is at the other end: a user on this machine's Unix socket, or an address on TCP; and with which key, if any.
+
+    `key` is the start of the key's digest, never the key.
+    """
 
     kind: Literal["unix", "tcp"]
     uid: int | None = None
     address: str | None = None
+    key: str | None = None
 
+
+KEY_DIGITS = 16  # of a key's digest, which tell clients apart
 
 PEER = "cavectl.peer"
 """Key of the PeerInfo in scope["extensions"]."""
@@ -61,15 +67,19 @@ class SecurityMiddleware:
             raise RuntimeError(f"only HTTP is served, not {scope['type']}")
         path, cors = scope["path"], ()
         try:
-            tcp = scope.get("extensions", {}).get(PEER, PeerInfo("tcp")).kind == "tcp"
+            extensions = scope.setdefault("extensions", {})
+            peer = extensions.get(PEER, PeerInfo("tcp"))
+            tcp = peer.kind == "tcp"
             if tcp:
                 self._check_host(_values(scope, b"host"))
             cors = self._check_origin(scope)
             if cors and _is_preflight(scope):
                 await _answer_preflight(scope, send, cors)
                 return
-            if tcp and self.key is not None and path not in OPEN_PATHS:
-                self._check_key(scope)
+            if self.key is not None and self._has_key(scope):
+                extensions[PEER] = replace(peer, key=self.key.hex()[:KEY_DIGITS])
+            elif self.key is not None and tcp and path not in OPEN_PATHS:
+                raise _no_key()
         except Refusal as refusal:
             await send_refusal(send, refusal, path, cors)
             return
@@ -102,14 +112,15 @@ class SecurityMiddleware:
     def _is_listed(self, origin: str) -> bool:
         return origin in self.origins or ("*" in self.origins and origin != "null")
 
-    def _check_key(self, scope: Scope) -> None:
+    def _has_key(self, scope: Scope) -> bool:
         assert self.key is not None
         matches = [hmac.compare_digest(_digest(candidate), self.key) for candidate in _candidates(scope)]
-        if not any(matches):
-            challenge = ((b"www-authenticate", b"Bearer"),)
-            raise Refusal(
-                401, "unauthorized", "this daemon needs its API key", hint="send Authorization: Bearer KEY", headers=challenge
-            )
+        return any(matches)  # after all were compared
+
+
+def _no_key() -> Refusal:
+    challenge = ((b"www-authenticate", b"Bearer"),)
+    return Refusal(401, "unauthorized", "this daemon needs its API key", hint="send Authorization: Bearer KEY", headers=challenge)
 
 
 def is_loopback(host: str) -> bool:

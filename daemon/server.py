@@ -36,6 +36,7 @@ class Application(Protocol):
     """daemon/app.py, as the gate uses it."""
 
     def build_routes(self, state: Any) -> Sequence[Any]: ...
+    def healthy(self, state: Any) -> bool: ...
     async def startup(self, settings: Settings) -> Any: ...
     async def shutdown(self, state: Any) -> None: ...
 
@@ -63,11 +64,17 @@ class Gate:
         if path in {"/health", "/healthz"}:
             await self._answer(scope, send, 200, "draining" if self.draining else "ok")
         elif path == "/readyz":
-            ready = self._app is not None and not self.draining
-            status = "ready" if ready else "draining" if self.draining else "starting"
-            await self._answer(scope, send, 200 if ready else 503, status)
+            word = self._readiness()
+            await self._answer(scope, send, 200 if word == "ready" else 503, word)
         else:
             await self._pass(scope, receive, send)
+
+    def _readiness(self) -> str:
+        if self.draining:
+            return "draining"
+        if self._application is None or self._app is None:
+            return "starting"
+        return "ready" if self._application.healthy(self._state) else "recovering"
 
     async def start(self) -> None:
         """Imports and starts the application. Sets `failed` when it cannot: the daemon is no use then."""

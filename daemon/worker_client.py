@@ -1,8 +1,9 @@
-"""One engine worker process as the daemon sees it: start, load, feed, read, bury.
+"""One engine worker process as the daemon sees it: start, load, feed, read, watch, bury.
 
-Owned here: the child process, the socketpair, framing, and which queue an output belongs to. Not here: when to load or unload
-(daemon/models.py) and what tokens mean (daemon/generation.py). Invariant: every stream opened here ends, by a finish from the
-worker or by an error within a second of its death; a finished or closed stream receives nothing more.
+Owned here: the child process, the socketpair, which stream an output belongs to, and the end of a worker that hangs. Not here: when
+to load or unload (daemon/models.py) and what tokens mean (daemon/generation.py). Invariants: every stream opened here ends, by a
+finish from the worker or by an error within a second of its death; a finished or closed stream receives nothing more; the error
+is WorkerLost only if no step of the worker touched the request.
 """
 
 from __future__ import annotations
@@ -14,26 +15,28 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import cast
 
-import msgspec
-
+from daemon.output_stream import OutputStream, WorkerLost
+from daemon.watchdog import SUSPECT_TICKS, Silence
+from daemon.worker_frames import FrameProtocol
 from engine.errors import CavectlError, ErrorInfo
 from engine.types import (
-    MAX_FRAME_BYTES,
-    AbortRequest,
     AddRequest,
     Command,
     EngineRequest,
     EngineStats,
     Event,
     Failed,
+    Grow,
+    Grown,
     Loaded,
     LoadedInfo,
     LoadModel,
     LoadProgress,
+    Scheduled,
     SequenceOutput,
     Shutdown,
     StepResult,
@@ -48,93 +51,11 @@ KILL_GRACE_S = 0.2  # ... but at least this
 REAP_S = 0.5  # how long a closed socket may wait to learn the exit status
 LOG_LINE_BYTES = 4096
 
-_HEADER_BYTES = 4
 _PACKAGES = str(Path(__file__).resolve().parent.parent)  # where `-m engine.worker` must be found, whatever our folder is
 
 
-class FrameProtocol(asyncio.Protocol):
-    """Cuts the byte stream into frames. Decodes on arrival, without a task in between: a token waits for nothing."""
-
-    def __init__(self, on_event: Callable[[Event], None], on_close: Callable[[str], None]) -> None:
-        self._on_event, self._on_close = on_event, on_close
-        self._buffer = bytearray()
-        self._decoder = msgspec.msgpack.Decoder(Event)
-        self._encoder = msgspec.msgpack.Encoder()
-        self._transport: asyncio.Transport | None = None
-        self._reason = ""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-
-    def send(self, command: Command) -> None:
-        if self._transport is not None and not self._transport.is_closing():
-            body = self._encoder.encode(command)
-            self._transport.write(len(body).to_bytes(_HEADER_BYTES, "little") + body)
-
-    def data_received(self, data: bytes) -> None:
-        self._buffer += data
-        try:
-            for frame in self._frames():
-                self._on_event(self._decoder.decode(frame))
-        except msgspec.MsgspecError as error:
-            self._reason = f"sent a frame that cannot be read ({error})"
-            self.close()
-
-    def _frames(self) -> Iterator[bytes]:
-        start = 0
-        while len(self._buffer) - start >= _HEADER_BYTES:
-            size = int.from_bytes(self._buffer[start : start + _HEADER_BYTES], "little")
-            if size > MAX_FRAME_BYTES:
-                raise msgspec.DecodeError(f"{size} bytes announced")
-            end = start + _HEADER_BYTES + size
-            if len(self._buffer) < end:
-                break
-            yield bytes(self._buffer[start + _HEADER_BYTES : end])
-            start = end
-        del self._buffer[:start]
-
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        self._on_close(self._reason)
-
-    def close(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
-
-
-class OutputStream:
-    """The outputs of one request, in order. Close it when done: an unfinished request is aborted in the worker."""
-
-    def __init__(self, worker: WorkerClient, request: EngineRequest) -> None:
-        self.request = request
-        self._worker = worker
-        self._queue: asyncio.Queue[SequenceOutput | CavectlError] = asyncio.Queue()
-        self._open = set(range(request.n))
-
-    def put(self, item: SequenceOutput | CavectlError) -> None:
-        if isinstance(item, SequenceOutput) and item.finish is not None:
-            self._open.discard(item.choice)
-        self._queue.put_nowait(item)
-
-    async def get(self) -> SequenceOutput:
-        """The next output. Raises the worker's error when it died."""
-        item = await self._queue.get()
-        if isinstance(item, CavectlError):
-            raise item
-        return item
-
-    def abort(self, choice: int) -> None:
-        """Ask for the end of one choice; its last output follows with finish `abort` unless it ended by itself meanwhile."""
-        if choice in self._open:
-            self._worker.send(AbortRequest(self.request.id, choice))
-
-    def close(self) -> None:
-        if self._open:
-            self._worker.send(AbortRequest(self.request.id))
-        self._worker.forget(self.request.id)
-
-
 class WorkerClient:
-    """A started worker. `info` is set once it is loaded; `death` once it is gone, with the reason."""
+    """A started worker. `info` and `stats` are set once it is loaded; `death` once it is gone, with the reason."""
 
     def __init__(self, process: asyncio.subprocess.Process, on_progress: Callable[[LoadProgress], None]) -> None:
         self.info: LoadedInfo | None = None
@@ -142,10 +63,13 @@ class WorkerClient:
         self.death: CavectlError | None = None
         self.ended = asyncio.Event()
         self.unexpected_end = False
+        self.hung = False  # killed for its silence
         self._process = process
         self._on_progress = on_progress
         self._protocol = FrameProtocol(self._receive, self._closed)
         self._streams: dict[int, OutputStream] = {}
+        self._growing: deque[asyncio.Future[Grown]] = deque()
+        self._silence: Silence | None = None  # from the moment it is loaded
         self._ids = itertools.count(1)
         self._loading: asyncio.Queue[Event | None] = asyncio.Queue()
         self._failure: ErrorInfo | None = None
@@ -160,6 +84,11 @@ class WorkerClient:
     def alive(self) -> bool:
         return self.death is None and not self._stopping
 
+    @property
+    def suspect(self) -> bool:
+        """It has been silent for so long that it probably hangs, or it is dead."""
+        return self.unexpected_end or (self._silence is not None and self._silence.suspect)
+
     @classmethod
     async def start(
         cls,
@@ -167,6 +96,7 @@ class WorkerClient:
         config: WorkerConfig,
         *,
         load_timeout_s: float,
+        watchdog_s: float,
         on_progress: Callable[[LoadProgress], None] = lambda _: None,
     ) -> WorkerClient:
         """Start a worker and wait until its model is loaded. Raises its own error, `worker_died` or `worker_timeout`.
@@ -183,6 +113,7 @@ class WorkerClient:
         try:
             worker.send(LoadModel(config))
             await worker._await_loaded(load_timeout_s)
+            worker._background(worker._guard(watchdog_s))
         except BaseException:
             await asyncio.shield(worker.stop(grace_s=0))
             raise
@@ -218,25 +149,28 @@ class WorkerClient:
 
     async def _await_loaded(self, timeout_s: float) -> None:
         while True:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    event = await self._loading.get()
-            except TimeoutError:
-                raise CavectlError(
-                    f"the model's worker gave no sign of life for {timeout_s:g} s while loading",
-                    hint="raise load_timeout_s if the disk is slow",
-                    code="worker_timeout",
-                ) from None
-            match event:
-                case LoadProgress():
-                    self._on_progress(event)
+            match await self._loading_event(Silence(timeout_s)):
+                case LoadProgress() as progress:
+                    self._on_progress(progress)
                 case Loaded(info=info):
-                    self.info = info
+                    self.info, self.stats = info, _at_rest(info)
                     return
                 case _:
                     await self.ended.wait()
                     assert self.death is not None
                     raise self.death
+
+    async def _loading_event(self, silence: Silence) -> Event | None:
+        while not silence.over:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(silence.tick_s):
+                    return await self._loading.get()
+            silence.count(self.pid)
+        raise CavectlError(
+            f"the model's worker gave no sign of life for {silence.patience_s:g} s while loading",
+            hint="raise load_timeout_s if the disk is slow",
+            code="worker_timeout",
+        )
 
     # --- requests -------------------------------------------------------------------------------------------------------------
 
@@ -244,12 +178,21 @@ class WorkerClient:
         return next(self._ids)
 
     def submit(self, request: EngineRequest) -> OutputStream:
-        """Hand a request to the engine. Raises the reason of its death if the worker is gone."""
+        """Hand a request to the engine. Raises WorkerLost if the worker is gone."""
         if self.death is not None:
-            raise self.death
+            raise WorkerLost(self.death)
         stream = self._streams[request.id] = OutputStream(self, request)
         self.send(AddRequest(request))
         return stream
+
+    async def grow(self, context_tokens: int) -> Grown:
+        """Ask for longer sequences; `info` holds what is so afterwards. Raises WorkerLost."""
+        if self.death is not None:
+            raise WorkerLost(self.death)
+        answer: asyncio.Future[Grown] = asyncio.get_running_loop().create_future()
+        self._growing.append(answer)
+        self.send(Grow(context_tokens))
+        return await answer
 
     def send(self, command: Command) -> None:
         self._protocol.send(command)
@@ -260,17 +203,31 @@ class WorkerClient:
     # --- events ---------------------------------------------------------------------------------------------------------------
 
     def _receive(self, event: Event) -> None:
+        if self._silence is not None:
+            self._silence.heard()
         match event:
             case StepResult(outputs=outputs, stats=stats):
                 self.stats = stats
                 for output in outputs:
-                    stream = self._streams.get(output.request)
-                    if stream is not None:
-                        stream.put(output)
+                    self._hand_out(output)
+            case Scheduled(requests=requests):
+                for stream in filter(None, map(self._streams.get, requests)):
+                    stream.scheduled = True
+            case Grown():
+                self.info = event.info
+                answer = self._growing.popleft()
+                if not answer.done():
+                    answer.set_result(event)
             case Failed(error=error):
                 self._failure = error
             case _:
                 self._loading.put_nowait(event)
+
+    def _hand_out(self, output: SequenceOutput) -> None:
+        stream = self._streams.get(output.request)
+        if stream is not None:
+            stream.scheduled = True
+            stream.put(output)
 
     def _closed(self, reason: str) -> None:
         self._background(self._bury(reason))
@@ -294,11 +251,48 @@ class WorkerClient:
         self.unexpected_end = not self._stopping
         if self.unexpected_end:
             log.error("worker %d: %s", self.pid, self.death.message)
+        self._tell_end(self.death)
+        self.ended.set()
+
+    def _tell_end(self, death: CavectlError) -> None:
         self._loading.put_nowait(None)
         for stream in self._streams.values():
-            stream.put(self.death)
+            stream.put(death if stream.scheduled else WorkerLost(death))
         self._streams.clear()
-        self.ended.set()
+        for answer in self._growing:
+            if not answer.done():
+                answer.set_exception(WorkerLost(death))
+        self._growing.clear()
+
+    # --- watching -------------------------------------------------------------------------------------------------------------
+
+    async def _guard(self, patience_s: float) -> None:
+        """Kill a worker that owes somebody an answer and says nothing for `patience_s`; before that, have it say where it is."""
+        silence = self._silence = Silence(patience_s)
+        while not self.ended.is_set():
+            await asyncio.sleep(silence.tick_s)
+            if not (self._growing or any(stream.open for stream in self._streams.values())):
+                silence.heard()
+                continue
+            suspected = silence.suspect
+            silence.count(self.pid)
+            if silence.over:
+                self._end_hung(patience_s)
+                return
+            if silence.suspect and not suspected:
+                log.error("worker %d has been silent for %g s: asking where it is", self.pid, SUSPECT_TICKS * silence.tick_s)
+                self._kill(signal.SIGUSR1)
+
+    def _end_hung(self, patience_s: float) -> None:
+        self.hung = True
+        self._failure = ErrorInfo(
+            "worker_timeout",
+            f"the model's worker hung: it was silent for {patience_s:g} s and was killed",
+            "try again; `cavectl daemon logs` shows where it hung, and watchdog_s is the patience",
+        )
+        log.error("worker %d has been silent for %g s: killing it", self.pid, patience_s)
+        self._kill(signal.SIGKILL)
+        self._protocol.close()  # whatever keeps a killed process from ending keeps nobody waiting here
 
     async def _copy_log(self) -> None:
         """Forward what the worker prints, line by line, to the daemon's log."""
@@ -345,6 +339,22 @@ class WorkerClient:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _at_rest(info: LoadedInfo) -> EngineStats:
+    """The state of an engine that has not made a step."""
+    return EngineStats(
+        step=0,
+        step_ms=0.0,
+        running=0,
+        waiting=0,
+        prefill_tokens=0,
+        decode_tokens=0,
+        pages_total=info.pages_total,
+        pages_used=0,
+        pages_cached=0,
+        pages_pinned=0,
+    )
 
 
 def _describe_exit(status: int | None) -> str:

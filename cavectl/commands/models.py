@@ -107,13 +107,14 @@ def loaded(context: typer.Context, *, json: Json = False) -> None:
             size(m["size"]),
             str(m.get("backend", "")),
             str(m.get("context_length", "")),
+            _pages(m.get("pages")),
             str(m.get("requests", "")),
             str(m.get("state", "")),
             _until(m.get("expires_at")),
         )
         for m in answer["models"]
     ]
-    environment.console.table(("NAME", "SIZE", "BACKEND", "CONTEXT", "REQUESTS", "STATE", "UNTIL"), rows)
+    environment.console.table(("NAME", "SIZE", "BACKEND", "CONTEXT", "PAGES", "REQUESTS", "STATE", "UNTIL"), rows)
 
 
 def stop(context: typer.Context, *, model: ModelName) -> None:
@@ -126,6 +127,14 @@ def stop(context: typer.Context, *, model: ModelName) -> None:
         return
     answer = client.post("/api/generate", {"model": name, "keep_alive": 0, "stream": False})
     environment.console.note(f"stopped {name}" if answer.get("was_loaded", True) else f"{name} was not loaded")
+
+
+def _pages(pages: object) -> str:
+    """Of the cache: used by requests, kept for others, and all there are, as in 12+30/512."""
+    if not isinstance(pages, dict):
+        return ""
+    kept = int(pages.get("cached", 0)) + int(pages.get("pinned", 0))
+    return f"{pages.get('used', 0)}+{kept}/{pages.get('total', 0)}"
 
 
 def _short(digest: str) -> str:

@@ -42,6 +42,8 @@ _OURS = [
     Field("keep_alive", KeepAlive()),
     Field("ctx", Int(1, MAX_INT)),
     Field("priority", OneOf(("high", "normal", "low"))),
+    Field("cache_salt", Str(256)),
+    Field("pin_prompt", Flag()),
 ]
 
 # --- OpenAI -----------------------------------------------------------------------------------------------------------------------
@@ -71,7 +73,7 @@ _OPENAI = [
     *_refused("response_format", neutral=_RESPONSE_FORMAT),
     *_refused("grammar", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema", "structured_outputs"),
     *_refused("typical_p", neutral=(1, 1.0)),
-    *_refused("profile", "cache_salt", "lora", neutral=("",)),
+    *_refused("profile", "lora", neutral=("",)),
     *_refused("return_progress", neutral=(False,)),
     *_no_effect("user", "metadata", "store", "service_tier", "safety_identifier", "cache_prompt", "prompt_cache_key"),
     *_no_effect("prompt_cache_retention", "id_slot", "timings_per_token"),

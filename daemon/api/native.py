@@ -23,6 +23,7 @@ from daemon.loaded_model import LoadedModel
 from daemon.store import ModelRecord, PullEvent
 from daemon.text.chat_template import ChatTemplate, template_for
 from engine.errors import CavectlError
+from engine.types import EngineStats
 
 COMPATIBLE_VERSION = "0.12.0"  # of the API that clients test for
 FOR_EVER = "9999-12-31T23:59:59Z"
@@ -45,7 +46,8 @@ class Native:
     async def metrics(self, exchange: Exchange) -> None:
         stats = [m.started.stats for m in self._state.models.loaded if m.started is not None and m.started.stats is not None]
         admission = self._state.admission
-        text = self._state.metrics.text(stats, active=admission.active, waiting=admission.waiting)
+        gone = self._state.models.totals
+        text = self._state.metrics.text(stats, gone, active=admission.active, waiting=admission.waiting)
         await exchange.text(text, "text/plain; version=0.0.4; charset=utf-8")
 
     async def tags(self, exchange: Exchange) -> None:
@@ -228,4 +230,23 @@ def _loaded(model: LoadedModel) -> dict[str, Any]:
         "device": info.device if info is not None else "",
         "degraded": info.degraded if info is not None else [],
         "load_ms": model.load_ms,
+        **(_engine(worker.stats) if worker is not None and worker.stats is not None else {}),
+    }
+
+
+def _engine(stats: EngineStats) -> dict[str, Any]:
+    """What the model's engine is at, as of its last step."""
+    return {
+        "pages": {
+            "total": stats.pages_total,
+            "used": stats.pages_used,
+            "cached": stats.pages_cached,
+            "pinned": stats.pages_pinned,
+        },
+        "queue": {"running": stats.running, "waiting": stats.waiting},
+        "chunk_tokens": stats.chunk_tokens,
+        "preemptions": stats.preemptions,
+        "hit_tokens": stats.hit_tokens,
+        "evicted_pages": stats.evicted_pages,
+        "accounting_errors": stats.accounting_errors,
     }

@@ -59,6 +59,8 @@ def _common(fields: Fields) -> dict[str, Any]:
         "priority": fields.get("priority", default="normal"),
         "ctx": fields.get("ctx", default=options.get("num_ctx")),
         "keep_alive_s": fields.get("keep_alive"),
+        "cache_salt": fields.get("cache_salt", default=""),
+        "pin_prompt": fields.get("pin_prompt"),
     }
 
 
@@ -78,6 +80,7 @@ def chat_request(fields: Fields) -> NativeRequest:
         continue_final_message=resume,
         add_generation_prompt=not resume,
         prompt_field="messages",
+        retention="chat",
         **_common(fields),
     )
 

@@ -65,6 +65,8 @@ def _common(fields: Fields) -> dict[str, Any]:
         "priority": fields.get("priority", default="normal"),
         "ctx": fields.get("ctx", "num_ctx"),
         "keep_alive_s": fields.get("keep_alive"),
+        "cache_salt": fields.get("cache_salt", default=""),
+        "pin_prompt": fields.get("pin_prompt"),
     }
 
 
@@ -83,6 +85,7 @@ def chat_request(fields: Fields) -> NativeRequest:
         continue_final_message=resume,
         add_generation_prompt=fields.get("add_generation_prompt", default=not resume),
         logprobs=(top or 0) if logprobs else None,
+        retention="chat",
         **_common(fields),
     )
 

@@ -250,7 +250,9 @@ def _handler(fake: FakeDaemon) -> type[BaseHTTPRequestHandler]:
 
 
 def _loaded() -> dict[str, Any]:
-    return {"context_length": 8192, "backend": "reference", "state": "ready", "requests": 0, "expires_at": "2999-01-01T00:00:00Z"}
+    pages = {"total": 512, "used": 12, "cached": 20, "pinned": 10}
+    state = {"context_length": 8192, "backend": "reference", "state": "ready", "requests": 0, "pages": pages}
+    return state | {"expires_at": "2999-01-01T00:00:00Z"}
 
 
 def _figures(prompt_tokens: int) -> dict[str, Any]:

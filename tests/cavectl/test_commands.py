@@ -40,7 +40,8 @@ def test_show(home: Home, fake: FakeDaemon) -> None:
 
 def test_ps(home: Home, fake: FakeDaemon) -> None:
     row = home.run("ps").stdout.decode().splitlines()[1]
-    assert row.split() == [MODEL, "98", "MB", "reference", "8192", "0", "ready", "forever"]
+    assert row.split() == [MODEL, "98", "MB", "reference", "8192", "12+30/512", "0", "ready", "forever"]
+    assert json.loads(home.run("ps", "--json").stdout)["models"][0]["pages"]["pinned"] == 10
 
 
 def test_what_needs_no_daemon_starts_none(home: Home) -> None:

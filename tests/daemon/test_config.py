@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -60,14 +61,14 @@ def test_settings_are_frozen_and_every_key_has_an_origin(environ: dict[str, str]
 
 def test_every_key_can_be_set_in_every_place(environ: dict[str, str], tmp_path: Path) -> None:
     samples: dict[type, Any] = {int: 1234, float: 12.5, str: "debug", tuple: ("a", "b")}
-    exact: dict[str, Any] = {"backend": "cpu", "template_memory_bytes": 2**26}
+    exact: dict[str, Any] = {"backend": "cpu", "template_memory_bytes": 2**26, "prefix_cache": False}
     defaults = resolve({}, environ)
     for name in (name for name in KEYS if not isinstance(getattr(defaults, name), Path)):
-        value = exact.get(name, samples[type(getattr(defaults, name))])
-        as_text = ",".join(value) if isinstance(value, tuple) else str(value)
+        value = exact[name] if name in exact else samples[type(getattr(defaults, name))]
+        as_text = ",".join(value) if isinstance(value, tuple) else "off" if value is False else str(value)
         assert getattr(resolve({name: as_text}, environ), name) == value
         assert getattr(resolve({}, environ | {f"CAVECTL_{name.upper()}": as_text}), name) == value
-        write(environ, f"{name} = {list(value) if isinstance(value, tuple) else value!r}")
+        write(environ, f"{name} = {json.dumps(value)}")
         assert getattr(resolve({}, environ), name) == value
         assert resolve({}, environ).origin(name) == "config.toml"
 
@@ -85,6 +86,8 @@ BAD = [
     ("keep_alive_s", "1e999", "finite"),
     ("keep_alive_s", "soon", "number"),
     ("backend", "tpu", "one of"),
+    ("prefix_cache", "maybe", "on or off"),
+    ("prefix_cache", 1, "on or off"),
     ("log_level", "LOUD", "one of"),
     ("api_key", "a\nb", "one line"),
     ("api_key", 5, "one line"),

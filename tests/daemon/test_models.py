@@ -3,134 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
-import os
-import shlex
-import signal
-import sys
-import time
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import psutil
 import pytest
-import uvloop
 
-from daemon.loaded_model import LoadedModel, TextSide
-from daemon.memory import Holder
-from daemon.models import ModelManager
-from daemon.store import ModelRecord
 from engine.errors import CavectlError, ModelNotFound
-from engine.types import EngineRequest, ModelInfo
-from tests.daemon.process import ROOT
-from tests.daemon.scripted import WORKER, workers
-from tests.daemon.wire import settings_in
+from engine.types import EngineRequest
+from tests.daemon.model_bench import Bench, Run, eventually, run
+from tests.daemon.scripted import workers
 
-MIB = 1 << 20
-
-
-def info(context_tokens: int) -> ModelInfo:
-    return ModelInfo(
-        format="safetensors",
-        architecture="llama",
-        name="",
-        parameters=1000,
-        weight_bytes=4000,
-        quantization="F32",
-        context_tokens=context_tokens,
-        embedding_length=64,
-        layers=2,
-        vocab_size=320,
-        config={"num_attention_heads": 4, "num_key_value_heads": 2},
-        metadata={},
-    )
-
-
-class Shelf:
-    """A store of invented models, by name."""
-
-    def __init__(self, *names: str) -> None:
-        self.records = {name: self.record(name) for name in names}
-
-    def record(self, name: str, digest: str = "") -> ModelRecord:
-        return ModelRecord(name, digest or f"sha256:{name}", Path("/"), Path("/w"), (), "", "", "", 0.0, info(1024))
-
-    def get(self, name: str) -> ModelRecord:
-        if name not in self.records:
-            raise ModelNotFound(f"there is no model {name}")
-        return self.records[name]
-
-
-class Bench:
-    def __init__(self, folder: Path, **settings: Any) -> None:
-        self.folder = folder
-        self.plan(scripts=[[10, 11, 12]])
-        command = shlex.join([sys.executable, str(WORKER), str(folder / "plan.json")])
-        self.shelf = Shelf("a", "b", "c")
-        self.free = [1 << 40]
-        self.text_error: CavectlError | None = None
-        self.models = ModelManager(
-            settings_in(folder, worker_command=command, **settings), self.shelf, self.load_text, self.free_bytes
-        )
-
-    def plan(self, **plan: Any) -> None:
-        (self.folder / "plan.json").write_text(json.dumps({"log": str(self.folder / "log"), "scripts": [[10]], **plan}))
-
-    def load_text(self, record: ModelRecord) -> TextSide:
-        if self.text_error is not None:
-            raise self.text_error
-        return cast(TextSide, object())
-
-    def free_bytes(self, holders: list[Holder]) -> int:
-        """What the invented machine has left: each loaded model takes what it was thought to need."""
-        loaded = [m for m in self.models.loaded if m.state == "ready"] if hasattr(self, "models") else []
-        return self.free[0] - sum(m.needed_bytes for m in loaded)
-
-    def events(self, kind: str) -> list[dict[str, Any]]:
-        path = self.folder / "log"
-        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        return [line for line in lines if line["event"] == kind]
-
-    @property
-    def loads(self) -> int:
-        return len(self.events("load"))
-
-    async def use(self, name: str = "a", **options: Any) -> LoadedModel:
-        async with self.models.lease(name, **options) as model:
-            assert model.worker.alive
-            return model
-
-
-Run = Callable[..., None]
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-
-    def run(work: Callable[[Bench], Awaitable[None]], **settings: Any) -> None:
-        async def whole() -> None:
-            bench = Bench(tmp_path, **settings)
-            try:
-                async with asyncio.timeout(60):
-                    await work(bench)
-            finally:
-                await bench.models.shutdown()
-            assert not workers(), "a worker is left"
-
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(whole())
-
-    return run
-
-
-async def eventually(true: Callable[[], Any], timeout_s: float = 10) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not true():
-            await asyncio.sleep(0.01)
+__all__ = ["run"]  # a fixture
 
 
 def test_concurrent_requests_share_one_load(run: Run) -> None:
@@ -206,24 +91,6 @@ def test_unload(run: Run) -> None:
     run(work)
 
 
-def test_never_loaded_with_less_than_the_default_and_a_larger_one_waits_for_the_running(run: Run) -> None:
-    async def work(bench: Bench) -> None:
-        async with bench.models.lease("a", ctx=64) as model:
-            assert model.context_tokens == 256, "the default: later requests name none"
-            assert await bench.use(ctx=100) is model and await bench.use() is model
-            larger = asyncio.create_task(bench.use(ctx=512))
-            await asyncio.sleep(0.3)
-            assert not larger.done() and model.worker.alive and bench.loads == 1
-            joined = asyncio.create_task(bench.use())
-        assert (await larger).context_tokens == 512 and await joined is larger.result()
-        assert await bench.use(ctx=256) is larger.result() and bench.loads == 2
-        with pytest.raises(CavectlError, match=r"2048.*1024") as caught:
-            await bench.use(ctx=2048)
-        assert caught.value.code == "invalid_request"
-
-    run(work, context_tokens=256)
-
-
 def test_least_recently_used_makes_room(run: Run) -> None:
     async def work(bench: Bench) -> None:
         one = (await bench.use("a")).needed_bytes
@@ -282,40 +149,6 @@ def test_two_models_alternating_over_the_memory_budget(run: Run) -> None:
         for i in range(10):
             await bench.use("ab"[i % 2])
         assert len(bench.models.loaded) == 1
-
-    run(work)
-
-
-@pytest.mark.timing
-def test_killed_while_used_and_started_again(run: Run) -> None:
-    async def work(bench: Bench) -> None:
-        bench.plan(scripts=[[10]], repeat=True, every_ms=10)
-        async with bench.models.lease("a") as model:
-            stream = model.worker.submit(EngineRequest(id=1, prompt=[1], max_tokens=10**6))
-            await stream.get()
-            os.kill(model.worker.pid, signal.SIGKILL)
-            with pytest.raises(CavectlError, match="killed by signal 9"):
-                while True:
-                    await stream.get()
-        started = time.monotonic()
-        assert (await bench.use()).worker.pid != model.worker.pid
-        assert time.monotonic() - started < 3, "the first death costs no wait"
-
-    run(work)
-
-
-def test_a_worker_that_dies_again_and_again_is_started_ever_more_slowly(run: Run) -> None:
-    async def work(bench: Bench) -> None:
-        bench.plan(load_exit=True)
-        waits = []
-        for _ in range(4):
-            started = time.monotonic()
-            with pytest.raises(CavectlError, match="status 3"):
-                await bench.use()
-            waits.append(time.monotonic() - started)
-        assert waits[2] > 0.4 and waits[3] > 0.9
-        bench.plan()
-        await bench.use()
 
     run(work)
 

@@ -6,6 +6,7 @@ import ast
 import inspect
 import itertools
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -227,9 +228,24 @@ def test_unknown_routes_and_methods_answer_in_their_dialect(real: Harness) -> No
     assert ask(real, "GET", "/api/tags/", kind="unix").status == 404, "no redirect is built from what a client sent"
 
 
+def test_whoever_has_the_key_is_known_by_its_digest_on_both_sockets(tmp_path: Path) -> None:
+    """For fairness between clients. Never the key itself, and never a wrong one's digest."""
+    with serving(tmp_path, api_key="the key") as harness:
+        keys = {
+            (kind, name): ask(harness, "GET", "/scope", kind=kind, **headers).json["key"]
+            for kind in ("tcp", "unix")
+            for name, headers in (("bearer", {"authorization": "Bearer the key"}), ("x", {"x_api_key": "the key"}))
+        }
+        assert len(set(keys.values())) == 1 and re.fullmatch("[0-9a-f]{16}", keys["tcp", "x"])
+        for wrong in ({}, {"x_api_key": "another"}):
+            assert ask(harness, "GET", "/scope", kind="unix", **wrong).json["key"] is None
+    with serving(tmp_path) as harness:
+        assert ask(harness, "GET", "/scope", x_api_key="the key").json["key"] is None
+
+
 def test_keys_are_compared_in_constant_time() -> None:
     tree = ast.parse(inspect.getsource(security))
-    check = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "_check_key")
+    check = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "_has_key")
     calls = [ast.unparse(node.func) for node in ast.walk(check) if isinstance(node, ast.Call)]
     assert "hmac.compare_digest" in calls
     comparisons = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Compare)]

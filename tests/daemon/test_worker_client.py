@@ -16,7 +16,9 @@ import psutil
 import pytest
 import uvloop
 
-from daemon.worker_client import FrameProtocol, WorkerClient
+from daemon.output_stream import WorkerLost
+from daemon.worker_client import WorkerClient
+from daemon.worker_frames import FrameProtocol
 from engine.errors import CavectlError, ErrorInfo
 from engine.types import EngineRequest, EngineStats, Event, LoadProgress, StepResult, WorkerConfig
 from tests.daemon.process import ROOT
@@ -37,13 +39,13 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Awai
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
     async def start(
-        timeout_s: float = 20, on_progress: Callable[[LoadProgress], None] = lambda _: None, **plan: Any
+        timeout_s: float = 20, watchdog_s: float = 20, on_progress: Callable[[LoadProgress], None] = lambda _: None, **plan: Any
     ) -> WorkerClient:
         path = tmp_path / "plan.json"
         path.write_bytes(msgspec.json.encode({"scripts": [[]]} | plan))
         config = WorkerConfig(model_path="/nowhere", format="gguf", context_tokens=64)
         command = [sys.executable, str(WORKER), str(path)]
-        return await WorkerClient.start(command, config, load_timeout_s=timeout_s, on_progress=on_progress)
+        return await WorkerClient.start(command, config, load_timeout_s=timeout_s, watchdog_s=watchdog_s, on_progress=on_progress)
 
     return start
 
@@ -96,11 +98,16 @@ def test_killed_worker_fails_all_its_requests_within_a_second(start: Any) -> Non
 
 def test_a_failed_frame_is_the_reason_given(start: Any) -> None:
     async def work() -> None:
-        worker = await start(scripts=[[10]], repeat=True, raise_at=2)
-        with pytest.raises(CavectlError) as caught:
-            await read_all(worker, request(worker))
+        worker = await start(scripts=[[10]], repeat=True, raise_at=2, max_running=1)
+        running, waiting = worker.submit(request(worker)), worker.submit(request(worker))
+        while (output := await running.get()).finish is None:
+            pass
+        assert output.error is not None and output.error.code == "engine_error"
+        with pytest.raises(WorkerLost) as caught:
+            await waiting.get()
         assert caught.value.code == "engine_error"
         await worker.ended.wait()
+        assert worker.death is not None and worker.death.code == "engine_error" and not worker.hung
 
     run(work())
 
@@ -125,7 +132,7 @@ def test_a_command_that_cannot_start() -> None:
     async def work() -> None:
         config = WorkerConfig(model_path="/nowhere", format="gguf", context_tokens=64)
         with pytest.raises(CavectlError, match="cannot start the worker"):
-            await WorkerClient.start(["/nonexistent/worker"], config, load_timeout_s=5)
+            await WorkerClient.start(["/nonexistent/worker"], config, load_timeout_s=5, watchdog_s=5)
 
     run(work())
 

@@ -37,6 +37,9 @@ class Probe:
     def build_routes(self, state: Any) -> list[Any]:
         return [Mount("/", app=self)]
 
+    def healthy(self, state: Any) -> bool:
+        return True
+
     async def startup(self, settings: Settings) -> Probe:
         return self
 
@@ -57,6 +60,7 @@ class Probe:
             "query": scope["query_string"].decode(),
             "headers": [[name.decode("latin-1"), value.decode("latin-1")] for name, value in scope["headers"]],
             "peer": [peer.kind, peer.uid, peer.address],
+            "key": peer.key,
             "body": (await read_body(receive)).decode("latin-1"),
         }
         self.events.append(f"scope {scope['path']}")

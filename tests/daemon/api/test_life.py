@@ -165,7 +165,7 @@ def test_killed_worker_before_the_first_byte(daemon: Scripted) -> None:
     daemon.script(spelled("x"), prefill_steps=1000, every_ms=EVERY_MS)
     with daemon.client() as client:
         client.send(post("/v1/chat/completions", CHAT | {"stream": True}))
-        until(lambda: daemon.events("add") or None)
+        until(lambda: daemon.events("step") or None)
         os.kill(daemon.get("/api/ps").json["models"][0]["pid"], signal.SIGKILL)
         reply = client.reply()
     assert (reply.status, reply.code) == (503, "worker_died")
