@@ -1,0 +1,174 @@
+"""Under what conditions a figure was measured: machine, software, model, settings. Without them it cannot be compared.
+
+Everything is asked when called. Of files only the name is told, no folder of the person's machine.
+"""
+
+from __future__ import annotations
+
+import os
+import platform as python_platform
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from engine import platform
+from engine.bench.subject import Loaded
+
+ISA_FLAGS = (
+    "avx2",
+    "fma",
+    "f16c",
+    "avx_vnni",
+    "avx512f",
+    "avx512_vnni",
+    "avx512_bf16",
+    "amx_int8",
+    "amx_bf16",
+    "asimddp",
+    "i8mm",
+    "bf16",
+)
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    cpu: str
+    physical_cores: int  # that this process may use
+    logical_cores: int
+    isa_flags: list[str]  # of those that matter to kernels
+    memory_bytes: int
+    system: str
+
+
+class Software(msgspec.Struct, frozen=True, kw_only=True):
+    cavectl: str  # version, "not installed" when run from a source tree alone
+    python: str
+    torch: str | None  # None: no part that was run needs it
+    torch_cpu_capability: str | None
+
+
+class ModelUsed(msgspec.Struct, frozen=True, kw_only=True):
+    file: str
+    file_bytes: int
+    architecture: str
+    quantization: str
+    parameters: int
+    weight_bytes: int  # in memory
+    backend: str
+    device: str
+    dtype: str
+    kv_dtype: str
+    context_tokens: int
+    pages: list[int]  # per cache group
+    kv_bytes: int
+    threads: int
+    load_ms: float
+    degraded: list[str]
+
+
+class Conditions(msgspec.Struct, frozen=True, kw_only=True):
+    started: str  # UTC, ISO 8601
+    machine: Machine
+    software: Software
+    model: ModelUsed | None  # None: no part that was run needs it
+    quick: bool
+    repeats: int
+    seed: int
+    max_step_tokens: int
+    load_average: list[float]  # 1, 5 and 15 minutes, before
+    load_average_after: list[float]
+
+
+def machine() -> Machine:
+    return Machine(
+        cpu=_cpu_model(),
+        physical_cores=platform.physical_cores(),
+        logical_cores=os.cpu_count() or 0,
+        isa_flags=[flag for flag in ISA_FLAGS if flag in _cpu_flags()],
+        memory_bytes=psutil.virtual_memory().total,
+        system=f"{python_platform.system()} {python_platform.release()} {python_platform.machine()}",
+    )
+
+
+def software(with_torch: bool) -> Software:
+    try:
+        version = metadata.version("cavectl")
+    except metadata.PackageNotFoundError:
+        version = "not installed"
+    torch_version = capability = None
+    if with_torch:
+        import torch
+
+        torch_version, capability = str(torch.__version__), torch.backends.cpu.get_cpu_capability()
+    return Software(cavectl=version, python=python_platform.python_version(), torch=torch_version, torch_cpu_capability=capability)
+
+
+def model_used(path: str, loaded: Loaded) -> ModelUsed:
+    info = loaded.info
+    return ModelUsed(
+        file=Path(path).resolve().name,
+        file_bytes=_bytes(Path(path)),
+        architecture=info.architecture,
+        quantization=loaded.model.quantization,
+        parameters=info.parameters,
+        weight_bytes=info.weight_bytes,
+        backend=info.backend,
+        device=info.device,
+        dtype=info.dtype,
+        kv_dtype=info.kv_dtype,
+        context_tokens=info.context_tokens,
+        pages=list(loaded.subject.pages),
+        kv_bytes=info.kv_bytes,
+        threads=info.threads,
+        load_ms=info.load_ms,
+        degraded=info.degraded,
+    )
+
+
+def load_average() -> list[float]:
+    return [round(load, 2) for load in os.getloadavg()]
+
+
+def _bytes(path: Path) -> int:
+    files = [path] if path.is_file() else [file for file in path.iterdir() if file.suffix == ".safetensors"]
+    return sum(file.stat().st_size for file in files)
+
+
+def _cpu_model() -> str:
+    return _cpuinfo("model name") or python_platform.processor() or python_platform.machine()
+
+
+def _cpu_flags() -> list[str]:
+    return (_cpuinfo("flags") or _cpuinfo("Features")).split()
+
+
+def _cpuinfo(key: str) -> str:
+    """The first value of `key` in Linux's list of processors; "" where there is none."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((line.split(":", 1)[1].strip() for line in lines if line.split(":")[0].strip() == key), "")
+
+
+def summary(under: Conditions) -> str:
+    """The conditions in a few lines, to stand below the tables."""
+    machine, software, model = under.machine, under.software, under.model
+    lines = [
+        f"machine: {machine.cpu}, {machine.physical_cores} cores ({machine.logical_cores} logical), "
+        f"{machine.memory_bytes / 1e9:.0f} GB, {' '.join(machine.isa_flags)}; {machine.system}",
+        f"software: cavectl {software.cavectl}, python {software.python}"
+        + (f", torch {software.torch} ({software.torch_cpu_capability})" if software.torch else ""),
+    ]
+    if model:
+        lines.append(
+            f"model: {model.file}, {model.file_bytes} bytes, {model.quantization}; {model.backend} backend, {model.dtype}, "
+            f"cache {model.kv_dtype}, {sum(model.pages)} pages, context {model.context_tokens}, {model.threads} threads"
+        )
+    lines.append(
+        f"run: {under.started}, rounds: {under.repeats}, seed {under.seed}, steps of up to {under.max_step_tokens} tokens, "
+        f"load average {under.load_average[0]} before and {under.load_average_after[0]} after"
+        + ("; QUICK: not to be compared" if under.quick else "")
+    )
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,106 @@
+"""What is measured, usually a model: loaded once, then driven through as many fresh engines as a benchmark has variants.
+
+All variants run on the weights and the cache memory of one executor, in turn, so that comparing them costs no second copy of the
+model and no reload between interleaved runs. A fresh engine starts with an empty cache and its own options; the one before it must
+be idle. Torch is imported only when a model is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from engine.bench import timing
+from engine.bench.drive import Drive
+from engine.built import DEFAULT_OPTIONS, EngineOptions
+from engine.cache.layout import CacheLayout
+from engine.engine import Engine
+from engine.runtime.executor import Executor
+from engine.types import LoadedInfo, ModelInfo, WorkerConfig
+
+CONTEXT_TOKENS = 8192
+MAX_STEP_TOKENS = 512  # of every part that does not say otherwise; the product's default
+WIDEST_STEP_TOKENS = 1024  # the throughput part feeds all its prompts in one step
+MAX_SEQUENCES = 64
+LEAST_PAGES = 320  # of each group; else half as much again as one context, so that no part on the model runs out of pages
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    executor: Executor
+    layout: CacheLayout
+    pages: tuple[int, ...]
+    context_tokens: int
+    vocab_size: int
+    clock: Callable[[], float] = timing.seconds
+
+    def drive(
+        self,
+        options: EngineOptions = DEFAULT_OPTIONS,
+        *,
+        max_step_tokens: int = MAX_STEP_TOKENS,
+        max_sequences: int = MAX_SEQUENCES,
+    ) -> Drive:
+        """Of an engine of its own, its cache empty."""
+        engine = Engine(
+            self.executor,
+            self.layout,
+            self.pages,
+            context_tokens=self.context_tokens,
+            max_step_tokens=max_step_tokens,
+            max_sequences=max_sequences,
+            options=options,
+            clock=self.clock,
+        )
+        return Drive(engine, self.clock)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A subject, and what is told of the model it is."""
+
+    subject: Subject
+    info: LoadedInfo
+    model: ModelInfo
+
+
+def load_subject(path: str, progress: Callable[[str, float], Any]) -> Loaded:
+    """Load `path` (a .gguf file or a folder) as the worker would. Raises what build_engine raises."""
+    from engine.cache.layout import cache_layout
+    from engine.cache.pool import context_pages, pages_bytes, pages_for_budget
+    from engine.models.families import family_for
+    from engine.runtime.load import build_engine
+    from engine.weights.source import open_source
+
+    config = WorkerConfig(
+        model_path=path,
+        format="safetensors" if os.path.isdir(path) else "gguf",
+        context_tokens=CONTEXT_TOKENS,
+        max_step_tokens=WIDEST_STEP_TOKENS,
+        max_sequences=MAX_SEQUENCES,
+    )
+    source = open_source(config.model_path, config.format)
+    try:
+        model = source.info
+        spec = family_for(model.architecture).spec(model.config, config.context_tokens)
+    finally:
+        source.close()
+    config = msgspec.structs.replace(config, context_tokens=min(config.context_tokens, spec.context_tokens))
+    layout = cache_layout(spec, config.kv_dtype)
+    wanted = [max(LEAST_PAGES, pages * 3 // 2) for pages in context_pages(layout, config.context_tokens)]
+    config = msgspec.structs.replace(config, kv_memory_bytes=pages_bytes(layout, wanted))
+    built = build_engine(config, progress)
+    pages = pages_for_budget(
+        layout,
+        pages_bytes(layout, wanted),
+        context_tokens=config.context_tokens,
+        max_sequences=config.max_sequences,
+        max_step_tokens=config.max_step_tokens,
+    )
+    assert sum(pages) == built.info.pages_total, "the loader shared the cache's memory otherwise"
+    subject = Subject(built.engine.executor, layout, pages, built.info.context_tokens, built.info.vocab_size)
+    return Loaded(subject, built.info, model)
