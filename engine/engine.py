@@ -17,18 +17,23 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from engine.cache.blocks import BlockAllocator
+from engine.audit import Audit
+from engine.built import DEFAULT_OPTIONS, EngineFailure, EngineOptions
+from engine.cache.blocks import pages_for
 from engine.cache.layout import CacheLayout
+from engine.cache.manager import CacheManager
+from engine.cache.radix import Namespace
 from engine.errors import CavectlError, ContextLengthExceeded, ErrorInfo, InvalidRequest, OutOfMemory
 from engine.runtime.batch import RowOutput
 from engine.runtime.executor import Executor, Ticket
+from engine.scheduler.pacing import Pacing
+from engine.scheduler.policy import Policy
 from engine.scheduler.scheduler import Plan, PlannedRow, Scheduler
 from engine.scheduler.sequence import Sequence
 from engine.types import (
     EngineRequest,
     EngineStats,
     FinishReason,
-    LoadedInfo,
     SequenceOutput,
     SequenceUsage,
     StepResult,
@@ -38,45 +43,6 @@ from engine.types import (
 log = logging.getLogger(__name__)
 
 FRUITLESS_STEPS = 3  # so many steps in a row without one good row, and the engine is broken rather than its requests
-
-
-class EngineFailure(CavectlError):
-    """The engine cannot go on. `result` ends every running sequence with this error; waiting ones are the caller's to save."""
-
-    code = "engine_error"
-
-    def __init__(self, result: StepResult) -> None:
-        super().__init__("the engine failed and must be restarted", hint="try again; if it happens again, see the daemon's log")
-        self.result = result
-
-
-class NeedsReload(CavectlError):
-    """What is asked cannot be had without loading the model again: its weights or RoPE tables would be others."""
-
-    code = "unsupported"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
-    """How an engine shares its time and keeps its cache; the defaults are the product's (WorkerConfig)."""
-
-    target_step_ms: float = 50.0
-    aging_s: float = 30.0
-    prefix_cache: bool = True
-    chat_retention_s: float = 1800.0
-    rest_retention_s: float = 300.0
-    accounting_interval_s: float = 1.0
-    model: str = ""  # part of the cache's keys, like the format: what weights and cache are made of
-    format: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Built:
-    """A loaded model. `grow(context_tokens)` lets sequences be longer; raises OutOfMemory, InvalidRequest or NeedsReload."""
-
-    engine: Engine
-    info: LoadedInfo
-    grow: Callable[[int], LoadedInfo] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,15 +64,35 @@ class Engine:
         context_tokens: int,
         max_step_tokens: int = 512,
         max_sequences: int = 64,
+        options: EngineOptions = DEFAULT_OPTIONS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`pages` has one count for each group of `layout`, the same as the executor allocated."""
+        """`pages` has one count for each group of `layout`, the same as the executor allocated.
+
+        `on_scheduled` hears of requests that a step is the first to touch, before the step begins.
+        """
         self.executor = executor
-        self._blocks = BlockAllocator(layout, pages)
-        self._scheduler = Scheduler(self._blocks, max_step_tokens=max_step_tokens, max_sequences=max_sequences)
+        self.on_scheduled: Callable[[list[int]], object] = _nobody
+        self._options = options
+        self._cache = CacheManager(
+            layout,
+            pages,
+            sharing=options.prefix_cache,
+            chat_retention_s=options.chat_retention_s,
+            rest_retention_s=options.rest_retention_s,
+        )
+        self._scheduler = Scheduler(
+            self._cache,
+            max_step_tokens=max_step_tokens,
+            max_sequences=max_sequences,
+            policy=Policy(aging_s=options.aging_s),
+            pacing=Pacing(target_ms=options.target_step_ms, max_step_tokens=max_step_tokens),
+        )
+        self._audit = Audit(self.check, options.accounting_interval_s)
         self._context_tokens = context_tokens
         self._clock = clock
         self._live: dict[int, list[Sequence]] = {}  # request -> its sequences that have not ended
+        self._begun: set[int] = set()  # those of them that a step has touched
         self._flights: deque[_Flight] = deque()
         self._outbox: list[SequenceOutput] = []  # ends that came between steps
         self._ids = itertools.count()
@@ -130,8 +116,10 @@ class Engine:
         """
         limit = self._admit(request)
         at = self._clock() if arrived is None else arrived
+        options = self._options
+        namespace = Namespace(options.model, options.format, request.adapter, request.salt)
         sequences = [
-            Sequence(next(self._ids), request, choice, limit, self._blocks.table(), at, tokens=list(request.prompt))
+            Sequence(next(self._ids), request, choice, limit, namespace, at, tokens=list(request.prompt))
             for choice in range(request.n)
         ]
         self._live[request.id] = sequences
@@ -171,8 +159,40 @@ class Engine:
         except Exception as error:
             log.exception("the step failed and no request can be blamed")
             raise self._give_up(outputs, started) from error
-        self._stats = self._measure(self._clock() - started, plan)
+        seconds = self._clock() - started
+        if plan:
+            self._scheduler.pacing.observe(seconds * 1e3, plan.decode_tokens, plan.prefill_tokens)
+            self._audit.changed()
+        self._stats = self._measure(seconds, plan)
         return StepResult(outputs, self._stats)
+
+    def tick(self, now: float) -> float | None:
+        """What is due without a step: prefixes too old, the accounts. Seconds until the next time; None: nothing waits for it.
+
+        A wrong account is logged and counted in the stats, never raised.
+        """
+        cached = self._cache.cached_pages
+        expiry = self._cache.expire(now)
+        audit = self._audit.tick(now)
+        if cached != self._cache.cached_pages or self._stats.accounting_errors != self._audit.errors:
+            self._stats = self._measure(0.0, None)
+        return min((max(0.0, due - now) for due in (expiry, audit) if due is not None), default=None)
+
+    def grow(self, context_tokens: int, pages: Seq[int]) -> None:
+        """Have `pages` pages of each group, and sequences of up to `context_tokens`. Steps in flight are finished first.
+
+        Raises what the executor raises when there is no memory; then all is as it was.
+        """
+        while self._flights:
+            self._outbox += self._settle(self._flights.popleft())
+        self.executor.grow(pages, self._cache.held())
+        self._cache.grow(pages)
+        self._context_tokens = context_tokens
+        self._stats = self._measure(0.0, None)
+
+    def cache_filled(self) -> tuple[int, int]:
+        """(slots that hold a computed token, slots) of all pages in use or cached."""
+        return self._cache.filled()
 
     def check(self) -> None:
         """Raise AssertionError unless pages, slots and queues add up."""
@@ -198,12 +218,21 @@ class Engine:
             raise ContextLengthExceeded(prompt_tokens=prompt, context_tokens=self._context_tokens)
         limit = min(request.max_tokens, self._context_tokens - prompt)
         tokens = prompt + limit - 1  # the last token drawn is never fed back
-        if shortage := self._blocks.shortage(tokens):
+        if shortage := self._cache.shortage(tokens):
             raise OutOfMemory(
                 f"{prompt} prompt tokens and {limit} to come need {shortage[0]} cache pages and there are {shortage[1]}",
                 hint="shorten the prompt, ask for fewer tokens, or give the cache more memory with --kv-memory",
             )
+        if request.pin and not self._cache.can_pin(prompt, self._context_tokens, self._promised_pages()):
+            raise OutOfMemory(
+                f"pinning {pages_for(prompt)} more cache pages would leave less than one context of {self._context_tokens} tokens",
+                hint="unpin another prompt, or give the cache more memory with --kv-memory",
+            )
         return limit
+
+    def _promised_pages(self) -> int:
+        """Pages that live requests will have pinned at most."""
+        return sum(pages_for(len(s[0].request.prompt)) for s in self._live.values() if s[0].request.pin)
 
     # --- steps ---------------------------------------------------------------------------------------------------------------
 
@@ -214,6 +243,9 @@ class Engine:
             if plan is None:
                 return
             self._step += 1
+            if first := [request for request in plan.first_of if request not in self._begun]:
+                self._begun.update(first)
+                self.on_scheduled(first)
             try:
                 self._flights.append(_Flight(plan, self.executor.submit(plan.inputs)))
             except Exception as error:
@@ -246,10 +278,11 @@ class Engine:
         sequence = row.sequence
         if result.error or (row.draws and not result.tokens):
             return self._end(sequence, "error", error=ErrorInfo("engine_error", result.error or "the model gave no token"))
-        self._scheduler.confirm(row)
+        now = self._clock()
+        self._scheduler.confirm(row, now)
         if not row.draws:
             return None
-        sequence.last_token = self._clock()
+        sequence.last_token = now
         if sequence.first_token is None:
             sequence.first_token = sequence.last_token
         taken: list[TokenOutput] = []
@@ -273,11 +306,12 @@ class Engine:
         error: ErrorInfo | None = None,
     ) -> SequenceOutput:
         """Take `sequence` out of everything and give its last output."""
-        self._scheduler.remove(sequence)
+        self._scheduler.remove(sequence, self._clock(), failed=finish == "error")
         siblings = self._live[sequence.request.id]
         siblings.remove(sequence)
         if not siblings:
             del self._live[sequence.request.id]
+            self._begun.discard(sequence.request.id)
         return SequenceOutput(
             request=sequence.request.id,
             choice=sequence.choice,
@@ -352,11 +386,20 @@ class Engine:
             waiting=len(self._scheduler.waiting),
             prefill_tokens=plan.prefill_tokens if plan else 0,
             decode_tokens=plan.decode_tokens if plan else 0,
-            pages_total=self._blocks.total_pages,
-            pages_used=self._blocks.used_pages,
-            pages_cached=0,
-            pages_pinned=0,
+            pages_total=self._cache.total_pages,
+            pages_used=self._cache.used_pages,
+            pages_cached=self._cache.cached_pages,
+            pages_pinned=self._cache.pinned_pages,
+            chunk_tokens=self._scheduler.pacing.chunk_tokens,
+            preemptions=self._scheduler.preemptions,
+            evicted_pages=self._cache.evicted_pages,
+            hit_tokens=self._scheduler.hit_tokens,
+            accounting_errors=self._audit.errors,
         )
+
+
+def _nobody(requests: list[int]) -> None:
+    """Hears of scheduled requests where nobody wants to."""
 
 
 def _halves(rows: list[PlannedRow]) -> list[list[PlannedRow]]:

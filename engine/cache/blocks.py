@@ -1,18 +1,19 @@
-"""Pages of the KV cache and who holds them: a PageGroup for each cache group, a BlockTable for each sequence.
+"""Pages of the cache and who holds them: free ones, those that running sequences own, those that the prefix cache keeps.
 
-Pages are numbers here; their bytes belong to the executor. A page is free or has as many holders as its reference count says, and
-goes back to the free pages when the last one lets go. Nothing here decides who gets pages: that is the scheduler's.
-Invariant (`check`): every page is either free or held, never both, and each reference count equals the holders found by counting.
+Pages are numbers here; their bytes belong to the executor. A page of a state group holds one whole state, any other page
+PAGE_TOKENS tokens. Nothing here decides who gets pages. Invariant: every page is free, owned, cached or pinned, exactly one of
+them; an owned page may be kept as well, and is cached or pinned when its last owner lets go.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from heapq import heapify, heappop, heappush
 
-from engine.cache.layout import CacheLayout
-from engine.runtime.batch import NO_PAGE, PAGE_TOKENS
+from engine.cache.layout import CacheGroup, GroupKind
+from engine.runtime.batch import PAGE_TOKENS
+
+_GONE, _CACHED, _PINNED = 0, 1, 2
 
 
 def pages_for(tokens: int) -> int:
@@ -31,131 +32,123 @@ def most_pages(window_tokens: int | None, tokens: int) -> int:
 
 
 class PageGroup:
-    """The pages of one cache group. Low numbers are handed out first, so pages never needed are never touched."""
+    """The pages of one cache group. Low numbers are handed out first, so pages never needed are never touched.
 
-    def __init__(self, window_tokens: int | None, pages: int) -> None:
-        self.window_tokens = window_tokens
+    `owned`, `cached` and `pinned` count pages; the last two those that nobody owns.
+    """
+
+    def __init__(self, group: CacheGroup, pages: int) -> None:
+        self.kind: GroupKind = group.kind
+        self.window_tokens = group.window_tokens
         self.total = pages
-        self._free = list(range(pages - 1, -1, -1))
-        self._references = [0] * pages
+        self.owned = self.cached = self.pinned = 0
+        self.all_pinned = 0  # owned ones too
+        self._free = list(range(pages))  # a heap
+        self._owners = [0] * pages
+        self._kept = bytearray(pages)
+
+    @property
+    def grows(self) -> bool:
+        """Whether a sequence needs more of these pages as it gets longer."""
+        return self.kind != "state"
 
     @property
     def free(self) -> int:
         return len(self._free)
 
+    @property
+    def at_hand(self) -> int:
+        """Pages that can be had: free ones and those that may be evicted."""
+        return len(self._free) + self.cached
+
+    def need(self, tokens: int) -> int:
+        """Pages that a sequence of `tokens` tokens cannot do without."""
+        return most_pages(self.window_tokens, tokens) if self.grows else 1
+
     def take(self) -> int:
-        """A free page, now with one holder. The caller has made sure that there is one."""
-        page = self._free.pop()
-        self._references[page] = 1
+        """A free page, now with one owner. The caller has made sure that there is one."""
+        page = heappop(self._free)
+        self._owners[page] = 1
+        self.owned += 1
         return page
 
-    def retain(self, page: int) -> None:
-        """One more holder for a page that has one."""
-        assert self._references[page] > 0, "a free page cannot be shared"
-        self._references[page] += 1
+    def owners(self, page: int) -> int:
+        return self._owners[page]
 
-    def release(self, page: int) -> None:
-        """One holder less."""
-        assert self._references[page] > 0, "a free page was released"
-        self._references[page] -= 1
-        if self._references[page] == 0:
-            self._free.append(page)
+    def is_cached(self, page: int) -> bool:
+        """Whether it is one of the pages that may be evicted, or will be once others are gone."""
+        return self._kept[page] == _CACHED and self._owners[page] == 0
 
-    def check(self, held: Counter[int]) -> None:
-        """Raise AssertionError unless `held` (page -> holders, counted by the caller) is what this group believes."""
+    def own(self, page: int) -> None:
+        """One more owner of a page that somebody owns or that is kept."""
+        if self._owners[page] == 0:
+            assert self._kept[page], "a free page cannot be shared"
+            self._count(page, -1)
+            self.owned += 1
+        self._owners[page] += 1
+
+    def disown(self, page: int) -> None:
+        """One owner less."""
+        assert self._owners[page] > 0, "a page nobody owns was given back"
+        self._owners[page] -= 1
+        if self._owners[page] == 0:
+            self.owned -= 1
+            self._settle(page)
+
+    def keep(self, page: int, *, pinned: bool) -> None:
+        """The prefix cache holds the page, from now on or in another way than before."""
+        self.all_pinned += pinned - (self._kept[page] == _PINNED)
+        if self._owners[page] == 0:
+            assert self._kept[page], "a free page cannot be kept"
+            self._count(page, -1)
+        self._kept[page] = _PINNED if pinned else _CACHED
+        if self._owners[page] == 0:
+            self._count(page, 1)
+
+    def drop(self, page: int) -> None:
+        """The prefix cache holds the page no longer."""
+        assert self._kept[page], "a page that is not kept was dropped"
+        if self._owners[page] == 0:
+            self._count(page, -1)
+        self.all_pinned -= self._kept[page] == _PINNED
+        self._kept[page] = _GONE
+        if self._owners[page] == 0:
+            heappush(self._free, page)
+
+    def grow(self, pages: int) -> None:
+        """Have `pages` pages from now on."""
+        assert pages >= self.total, "pages cannot be taken away"
+        more = pages - self.total
+        self._free.extend(range(self.total, pages))
+        heapify(self._free)
+        self._owners.extend([0] * more)
+        self._kept.extend(bytes(more))
+        self.total = pages
+
+    def held(self) -> Iterator[int]:
+        """Pages that are not free."""
+        return (page for page in range(self.total) if self._owners[page] or self._kept[page])
+
+    def check(self, owners: dict[int, int], kept: dict[int, bool]) -> None:
+        """Raise AssertionError unless what the caller counted (page -> owners; page -> whether pinned) is what is believed."""
+        assert {page: n for page, n in enumerate(self._owners) if n} == owners, "owners, believed and found, differ"
+        believed = {page: n == _PINNED for page, n in enumerate(self._kept) if n}
+        assert believed == kept, "pages believed to be kept are not those in the tree"
         free = set(self._free)
         assert len(free) == len(self._free), "a page is free twice"
-        assert free.isdisjoint(held), f"pages both free and held: {sorted(free & held.keys())}"
-        assert len(free) + len(held) == self.total, f"{len(free)} free + {len(held)} held pages are not {self.total}"
-        wrong = {page: (self._references[page], count) for page, count in held.items() if self._references[page] != count}
-        assert not wrong, f"reference counts (believed, found): {wrong}"
+        assert free == set(range(self.total)) - owners.keys() - kept.keys(), "free pages are not those that nobody holds"
+        unowned = [pinned for page, pinned in kept.items() if page not in owners]
+        counted = (len(owners), unowned.count(False), unowned.count(True), sum(kept.values()))
+        assert counted == (self.owned, self.cached, self.pinned, self.all_pinned), f"counts {counted} are believed to differ"
 
+    def _settle(self, page: int) -> None:
+        if self._kept[page]:
+            self._count(page, 1)
+        else:
+            heappush(self._free, page)
 
-@dataclass(slots=True, eq=False)
-class BlockTable:
-    """The pages of one sequence: pages[group][t // PAGE_TOKENS] holds token t, NO_PAGE where it fell out of the window.
-
-    pages[group]:  [ NO_PAGE NO_PAGE | 7 3 9 ]
-                     0 .. first - 1    first ..     all groups are equally long
-    """
-
-    pages: list[list[int]]
-    first: list[int]  # per group: index of the first page still held
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that the table has room for."""
-        return len(self.pages[0]) * PAGE_TOKENS
-
-
-class BlockAllocator:
-    """Hands pages of every group to block tables, all groups together, and takes them back."""
-
-    def __init__(self, layout: CacheLayout, pages: Sequence[int]) -> None:
-        assert len(pages) == len(layout.groups), "one page count for each cache group"
-        self.groups = tuple(PageGroup(group.window_tokens, count) for group, count in zip(layout.groups, pages, strict=True))
-
-    @property
-    def total_pages(self) -> int:
-        return sum(group.total for group in self.groups)
-
-    @property
-    def used_pages(self) -> int:
-        return sum(group.total - group.free for group in self.groups)
-
-    def table(self) -> BlockTable:
-        """An empty table."""
-        return BlockTable([[] for _ in self.groups], [0] * len(self.groups))
-
-    def room(self, table: BlockTable) -> int:
-        """Tokens that `table` could cover if it took every free page."""
-        return table.tokens + min(group.free for group in self.groups) * PAGE_TOKENS
-
-    def extend(self, table: BlockTable, tokens: int) -> None:
-        """Let `table` cover `tokens` tokens. The caller has checked `room`."""
-        for group, pages in zip(self.groups, table.pages, strict=True):
-            pages.extend(group.take() for _ in range(pages_for(tokens) - len(pages)))
-
-    def trim(self, table: BlockTable, position: int) -> None:
-        """Give back the pages of window groups that no query at `position` or later can see."""
-        for index, group in enumerate(self.groups):
-            if group.window_tokens is None:
-                continue
-            pages, oldest = table.pages[index], position - group.window_tokens + 1
-            keep = min(max(oldest // PAGE_TOKENS, table.first[index]), len(pages))
-            for i in range(table.first[index], keep):
-                group.release(pages[i])
-                pages[i] = NO_PAGE
-            table.first[index] = keep
-
-    def release(self, table: BlockTable) -> None:
-        """Give back all pages of `table` and empty it."""
-        for group, pages, first in zip(self.groups, table.pages, table.first, strict=True):
-            for page in reversed(pages[first:]):
-                group.release(page)
-            pages.clear()
-        table.first = [0] * len(self.groups)
-
-    def shortage(self, tokens: int) -> tuple[int, int] | None:
-        """(pages needed, pages there are) of a group that can never hold a sequence of `tokens` tokens; None when all can."""
-        for group in self.groups:
-            need = most_pages(group.window_tokens, tokens)
-            if need > group.total:
-                return need, group.total
-        return None
-
-    def can_start(self, tokens: int, spare: int) -> bool:
-        """Whether a sequence of `tokens` tokens fits now and leaves `spare` pages of every group free."""
-        return all(group.free >= most_pages(group.window_tokens, tokens) + spare for group in self.groups)
-
-    def check(self, tables: Iterable[BlockTable]) -> None:
-        """Raise AssertionError unless `tables`, which must be all there are, account for every page that is not free."""
-        held: list[Counter[int]] = [Counter() for _ in self.groups]
-        for table in tables:
-            assert len({len(pages) for pages in table.pages}) == 1, "groups of a table differ in length"
-            for counter, pages, first in zip(held, table.pages, table.first, strict=True):
-                assert all(page == NO_PAGE for page in pages[:first]), "a page is held before the window"
-                assert NO_PAGE not in pages[first:], "a hole inside the window"
-                counter.update(pages[first:])
-        for group, counter in zip(self.groups, held, strict=True):
-            group.check(counter)
+    def _count(self, page: int, change: int) -> None:
+        if self._kept[page] == _PINNED:
+            self.pinned += change
+        else:
+            self.cached += change

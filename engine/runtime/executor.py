@@ -14,7 +14,8 @@ class Executor(Protocol):
     """`depth` steps may be submitted before the first is collected (reference and native 1, CUDA 2).
 
     `submit` or `collect` raises CavectlError for inputs that are refused and any other exception for a step that failed. After
-    either, the cache still holds every token before its row's position, so the caller may try the same rows again, apart.
+    either, the cache still holds every token before its row's position, so the caller may try the same rows again, apart. Steps
+    that were submitted after one that failed fail too, and change no state.
     """
 
     depth: int

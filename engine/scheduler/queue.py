@@ -1,39 +1,35 @@
-"""Sequences that wait for their first or next turn, oldest first.
+"""Sequences that wait for their first or next turn, in the order of their arrival.
 
-A preempted sequence comes back with its old place: it is older than whoever waits behind it.
-Invariant: iteration is in order of arrival, and a sequence is in the queue at most once.
+A preempted sequence comes back with its old place. Whose turn it is among them is the policy's business.
+Invariant: a sequence is in the queue at most once.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Iterator
 
 from engine.scheduler.sequence import Sequence
 
 
-def _order(sequence: Sequence) -> int:
-    return sequence.id
-
-
 class WaitingQueue:
     def __init__(self) -> None:
-        self._sequences: list[Sequence] = []
+        self._sequences: dict[int, Sequence] = {}
 
     def __len__(self) -> int:
         return len(self._sequences)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._sequences)
+        """A snapshot, oldest first: the queue may change meanwhile."""
+        return iter(sorted(self._sequences.values(), key=lambda sequence: sequence.id))
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence.id in self._sequences
 
     def push(self, sequence: Sequence) -> None:
-        insort(self._sequences, sequence, key=_order)
-
-    def first(self) -> Sequence | None:
-        return self._sequences[0] if self._sequences else None
+        assert sequence.id not in self._sequences, "the sequence waits already"
+        self._sequences[sequence.id] = sequence
 
     def remove(self, sequence: Sequence) -> None:
         """Take `sequence` out. It must be in the queue."""
-        index = bisect_left(self._sequences, sequence.id, key=_order)
-        assert self._sequences[index] is sequence, "the sequence does not wait"
-        del self._sequences[index]
+        assert self._sequences.get(sequence.id) is sequence, "the sequence does not wait"
+        del self._sequences[sequence.id]

@@ -1,20 +1,26 @@
 """Decides what each step computes: who runs, with how many tokens, in which pages and sampling slots.
 
-Every step has a budget of tokens. Decodes go first, then prompts, oldest first, in chunks; waiting sequences join while their known
-tokens fit. Pages are taken as a sequence grows. When they run out, the youngest gives back all of its own and is computed again
-later; a sequence that is itself the youngest waits a step. So the oldest always moves, and everybody ends.
-Owns pages and slots; knows nothing of token meaning, stop rules or the executor. Invariant: every running sequence is older than
-every waiting one, and waiting ones hold neither pages nor slots.
+Every step has a budget of tokens. Decodes of high and normal priority go first, then prompts and whoever may start, in chunks, in
+the order of the policy; low priority has what is left. A sequence starts from the longest prefix that the cache holds, and waits a
+little when a running one is about to compute more of it. Pages are taken as a sequence grows. When they run out, the lowest and
+youngest gives way: its pages stay cached until they are needed, and it is computed again from what is left of them.
+Owns leases and slots; knows nothing of token meaning, stop rules or the executor. Invariants: waiting sequences hold neither a
+lease nor a slot; the most senior running sequence is never preempted, so somebody always moves on and everybody ends.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from engine.cache.blocks import BlockAllocator
-from engine.runtime.batch import FROM_PREVIOUS, Row, SamplingSlot, StepInputs
+from engine.cache.manager import CacheManager
+from engine.runtime.batch import FROM_PREVIOUS, PAGE_TOKENS, Row, SamplingSlot, StepInputs
+from engine.scheduler.pacing import Pacing
+from engine.scheduler.policy import LOW, Policy, rank, seniority
 from engine.scheduler.queue import WaitingQueue
 from engine.scheduler.sequence import NO_SLOT, Sequence
+
+LEADER_STALLS_S = 1.0  # nobody waits for a prefix whose computer has got nothing for so long
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +42,11 @@ class PlannedRow:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step: the rows, and the inputs made of them."""
+    """One step: the rows, the inputs made of them, and the requests that it is the first to touch."""
 
     rows: list[PlannedRow]
     inputs: StepInputs
+    first_of: list[int]
 
     @property
     def decode_tokens(self) -> int:
@@ -50,11 +57,30 @@ class Plan:
         return sum(row.count for row in self.rows if not row.decode)
 
 
+class _Step:
+    """The step being planned: what it has room for, and who got how many tokens of it."""
+
+    def __init__(self, number: int, now: float, left: int) -> None:
+        self.number, self.now, self.left = number, now, left
+        self.counts: dict[Sequence, int] = {}
+
+    def give(self, sequence: Sequence, count: int) -> None:
+        self.counts[sequence] = count
+        self.left -= count
+
+    def take_back(self, sequence: Sequence) -> None:
+        self.left += self.counts.pop(sequence, 0)
+
+
 class Scheduler:
-    def __init__(self, blocks: BlockAllocator, *, max_step_tokens: int, max_sequences: int) -> None:
-        self.blocks = blocks
+    def __init__(self, cache: CacheManager, *, max_step_tokens: int, max_sequences: int, policy: Policy, pacing: Pacing) -> None:
+        self.cache = cache
+        self.policy = policy
+        self.pacing = pacing
         self.running: dict[int, Sequence] = {}
         self.waiting = WaitingQueue()
+        self.preemptions = 0
+        self.hit_tokens = 0
         self._max_step_tokens = max_step_tokens
         self._max_sequences = max_sequences
         self._free_slots = list(range(max_sequences - 1, -1, -1))
@@ -63,51 +89,69 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         self.waiting.push(sequence)
 
-    def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence that ended. Its pages are free at once; rows in flight become worthless."""
+    def remove(self, sequence: Sequence, now: float, *, failed: bool = False) -> None:
+        """Forget a sequence that ended. What it computed stays cached, unless it `failed`; rows in flight become worthless."""
         if sequence.id in self.running:
-            self._stop_running(sequence)
+            self._stop_running(sequence, now, failed=failed)
         else:
             self.waiting.remove(sequence)
             sequence.epoch += 1
 
-    def schedule(self, step: int, now: float) -> Plan | None:
-        """The next step, its tokens marked as scheduled; None when nothing can run (nothing is left, or all is in flight)."""
-        counts: dict[Sequence, int] = {}
-        for sequence in self._in_turn(step):
-            if sequence.id in self.running:  # not preempted a moment ago
-                self._place(sequence, step, counts)
-        while sequence := self._admissible(counts):
-            self._admit(sequence, now)
-            self._place(sequence, step, counts)
-        if not counts:
-            return None
-        return self.dispatch(step, [self._planned(sequence, count) for sequence, count in counts.items()])
+    def preempt(self, sequence: Sequence, now: float) -> None:
+        """Take pages and slot from a running sequence, which waits for its next turn with all its tokens."""
+        self._stop_running(sequence, now)
+        self.waiting.push(sequence)
+        self.preemptions += 1
 
-    def dispatch(self, step: int, rows: list[PlannedRow]) -> Plan:
+    def schedule(self, number: int, now: float) -> Plan | None:
+        """The next step, its tokens marked as scheduled; None when nothing can run (nothing is left, or all is in flight)."""
+        self.policy.age([*self.running.values(), *self.waiting], now)
+        ready = [sequence for sequence in self.running.values() if sequence.pending(number)]
+        urgent = [sequence for sequence in ready if rank(sequence) < LOW]
+        urgent_waiting = [sequence for sequence in self.waiting if rank(sequence) < LOW]
+        decodes = _decodes(urgent if urgent or urgent_waiting else ready, number)
+        step = _Step(number, now, min(self._max_step_tokens, len(decodes) + self.pacing.budget(len(decodes))))
+        self._serve(step, urgent, urgent_waiting)
+        low_waiting = [sequence for sequence in self.waiting if rank(sequence) == LOW]
+        self._serve(step, [sequence for sequence in ready if rank(sequence) == LOW], low_waiting)
+        if not step.counts:
+            return None
+        rows = [self._planned(sequence, count) for sequence, count in step.counts.items()]
+        plan = self.dispatch(number, rows)
+        for row in rows:
+            self._served(row, now)
+        return plan
+
+    def dispatch(self, number: int, rows: list[PlannedRow]) -> Plan:
         """Inputs for `rows`, whose pages are in hand, and the sequences moved on as if the step had been submitted."""
         opened: list[SamplingSlot] = []
         built: list[Row] = []
+        copies: list[tuple[int, int, int]] = []
         for row in rows:
             sequence = row.sequence
+            assert sequence.lease is not None
+            copies += self.cache.begin(sequence.lease, row.start)
             if row.draws and not sequence.slot_open:
                 opened.append(sequence.sampling_slot())
                 sequence.slot_open = True
-            built.append(self._row(row))
+            built.append(_row(row))
             sequence.scheduled += row.count
             if row.draws:
                 sequence.in_flight += 1
-                sequence.drawn_in = step
+                sequence.drawn_in = number
         closed = sorted(self._unclosed)
         self._unclosed.clear()
-        return Plan(rows, StepInputs(step=step, rows=built, opened=opened, closed=closed))
+        first_of = [row.sequence.request.id for row in rows if row.sequence.first_scheduled is None]
+        inputs = StepInputs(step=number, rows=built, opened=opened, closed=closed, copies=copies)
+        return Plan(rows, inputs, list(dict.fromkeys(first_of)))
 
-    def confirm(self, row: PlannedRow) -> None:
-        """The row's tokens are in the cache. Pages that fell out of a window go back."""
+    def confirm(self, row: PlannedRow, now: float) -> None:
+        """The row's tokens are in the cache, for others to share. Pages that fell out of a window go back."""
         sequence = row.sequence
+        assert sequence.lease is not None
         sequence.computed += row.count
         sequence.in_flight -= row.draws
-        self.blocks.trim(sequence.table, sequence.computed)
+        self.cache.confirm(sequence.lease, sequence.computed, now)
 
     def rewind(self, plan: Plan) -> list[PlannedRow]:
         """Undo the submission of `plan`, which brought nothing: the rows still wanted, to be dispatched again if the caller likes.
@@ -125,67 +169,142 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise AssertionError unless pages, slots and queues add up."""
-        self.blocks.check(sequence.table for sequence in self.running.values())
+        leases = [sequence.lease for sequence in self.running.values()]
+        self.cache.check(lease for lease in leases if lease is not None)
         slots = [sequence.slot for sequence in self.running.values()]
         assert sorted(slots + self._free_slots) == list(range(self._max_sequences)), "sampling slots do not add up"
         for sequence in self.running.values():
+            assert sequence.lease is not None, "a running sequence holds no lease"
             assert sequence.computed <= sequence.scheduled, "more is computed than was scheduled"
             draws = max(0, sequence.scheduled - len(sequence.tokens) + 1)
             assert sequence.in_flight == draws, f"{sequence.in_flight} draws in flight, not {draws}"
-            assert sequence.scheduled <= sequence.table.tokens, "a token is scheduled without a page"
+            assert sequence.scheduled <= sequence.lease.capacity, "a token is scheduled without a page"
         for sequence in self.waiting:
-            assert sequence.slot == NO_SLOT and not sequence.table.tokens, "a waiting sequence holds pages or a slot"
-        order = [*sorted(self.running), *(sequence.id for sequence in self.waiting)]
-        assert order == sorted(set(order)), "a waiting sequence is older than a running one, or in both places"
+            assert sequence.slot == NO_SLOT and sequence.lease is None, "a waiting sequence holds a lease or a slot"
+            assert sequence.id not in self.running, "a sequence both waits and runs"
 
     # --- who runs ------------------------------------------------------------------------------------------------------------
 
-    def _in_turn(self, step: int) -> list[Sequence]:
-        """Running sequences with something to feed, decodes first, then by age.
+    def _serve(self, step: _Step, ready: list[Sequence], waiting: list[Sequence]) -> None:
+        """Give tokens to running sequences with something to feed, decodes first, and to waiting ones that may start."""
+        decodes = _decodes(ready, step.number)
+        turns = self.policy.turns(decodes, step.now)
+        for sequence in turns:
+            turns.gave(self._place(sequence, step))
+        decoding = set(decodes)
+        prompts = [sequence for sequence in ready if sequence not in decoding]
+        turns = self.policy.turns([*prompts, *waiting], step.now)
+        starting = True  # until one finds no room: whoever comes behind it may not take what it waits for
+        for sequence in turns:
+            if step.left <= 0:
+                return
+            if sequence in self.waiting:
+                if not starting or self._follows(sequence, step.now):
+                    continue
+                starting = self._start(sequence, step)
+                if not starting:
+                    continue
+            turns.gave(self._place(sequence, step))
 
-        Decodes never outnumber the budget: a sequence joins only in what the decodes leave of it.
-        """
-        ready = [sequence for sequence in self.running.values() if sequence.pending(step)]
-        return sorted(ready, key=lambda sequence: (sequence.pending(step) > 1, sequence.id))
+    def _place(self, sequence: Sequence, step: _Step) -> int:
+        """Give `sequence` as many tokens of this step as budget and pages allow, taking pages from juniors if it gets none."""
+        lease = sequence.lease
+        if lease is None:  # it gave way a moment ago
+            return 0
+        stop = self.cache.next_stop(lease, sequence.scheduled)
+        while step.left > 0:
+            want = min(sequence.pending(step.number), step.left)
+            if stop is not None:
+                want = min(want, stop - sequence.scheduled)
+            count = min(want, self.cache.room(lease) - sequence.scheduled)
+            if count > 0:
+                self.cache.extend(lease, sequence.scheduled + count)
+                step.give(sequence, count)
+                return count
+            junior = max(self.running.values(), key=seniority)
+            if junior is sequence:
+                return 0
+            step.take_back(junior)
+            self.preempt(junior, step.now)
+        return 0
 
-    def _admissible(self, counts: dict[Sequence, int]) -> Sequence | None:
-        """The oldest waiting sequence, if it may start: budget and slot left, its tokens fit, the others can still grow a page."""
-        sequence = self.waiting.first()
-        if sequence is None or not self._free_slots or sum(counts.values()) >= self._max_step_tokens:
-            return None
-        fits = self.blocks.can_start(len(sequence.tokens), spare=len(self.running))
-        return sequence if fits or not self.running else None
+    # --- starting ------------------------------------------------------------------------------------------------------------
 
-    def _admit(self, sequence: Sequence, now: float) -> None:
+    def _start(self, sequence: Sequence, step: _Step) -> bool:
+        """Let `sequence` run, if slots and pages allow: its own, and a page more for each of the others to grow."""
+        if not self._fits(sequence) and not self._make_way(sequence, step):
+            return False
+        request = sequence.request
         self.waiting.remove(sequence)
         self.running[sequence.id] = sequence
+        sequence.lease = lease = self.cache.open(
+            sequence.namespace,
+            sequence.tokens,
+            retention=request.retention,
+            pin=request.pin,
+            prompt_tokens=sequence.prompt_tokens,
+            now=step.now,
+        )
+        sequence.computed = sequence.scheduled = lease.hit
         sequence.slot = self._free_slots.pop()
-        if sequence.first_scheduled is None:
-            sequence.first_scheduled = now
+        sequence.leader = None
+        return True
 
-    # --- pages ---------------------------------------------------------------------------------------------------------------
+    def _fits(self, sequence: Sequence) -> bool:
+        """Whoever would run alone just starts: it may even have to go through a window in chunks."""
+        if not self._free_slots:
+            return False
+        return not self.running or self.cache.can_start(sequence.namespace, sequence.tokens, len(self.running))
 
-    def _place(self, sequence: Sequence, step: int, counts: dict[Sequence, int]) -> None:
-        """Give `sequence` as many tokens of this step as budget and pages allow, taking pages from younger ones if it gets none."""
-        want = min(sequence.pending(step), self._max_step_tokens - sum(counts.values()))
-        while want > 0:
-            count = min(want, self.blocks.room(sequence.table) - sequence.scheduled)
-            if count > 0:
-                self.blocks.extend(sequence.table, sequence.scheduled + count)
-                counts[sequence] = count
-                return
-            youngest = self.running[max(self.running)]
-            if youngest is sequence:
-                return
-            counts.pop(youngest, None)
-            self._stop_running(youngest)
-            self.waiting.push(youngest)
+    def _make_way(self, sequence: Sequence, step: _Step) -> bool:
+        """Preempt sequences of a lower class until `sequence` fits; nobody, when that would not be enough."""
+        juniors = sorted((s for s in self.running.values() if rank(s) > rank(sequence)), key=seniority)
+        if not self._would_fit(sequence, juniors):
+            return False
+        while not self._fits(sequence):
+            if not juniors:
+                return False
+            step.take_back(juniors[-1])
+            self.preempt(juniors.pop(), step.now)
+        return True
 
-    def _stop_running(self, sequence: Sequence) -> None:
+    def _would_fit(self, sequence: Sequence, juniors: list[Sequence]) -> bool:
+        if not juniors:
+            return False
+        spare = len(self.running) - len(juniors)
+        back = self.cache.given_back(s.lease for s in juniors if s.lease is not None)
+        return self.cache.can_start(sequence.namespace, sequence.tokens, spare - back)
+
+    def _follows(self, sequence: Sequence, now: float) -> bool:
+        """Whether it is better to wait, because a running sequence computes a prefix of this one that the cache lacks."""
+        leader = sequence.leader
+        if leader is None or not _leads(leader, sequence.leader_tokens, now):
+            sequence.leader = leader = self._find_leader(sequence, now)
+        return leader is not None
+
+    def _find_leader(self, sequence: Sequence, now: float) -> Sequence | None:
+        cached: int | None = None
+        for other in self.running.values():
+            if other.computed >= other.prompt_tokens or other.namespace != sequence.namespace or rank(other) > rank(sequence):
+                continue
+            if cached is None:
+                cached = self.cache.probe(sequence.namespace, sequence.tokens)
+            shared = min(_shared(other.request.prompt, sequence.tokens), len(sequence.tokens) - 1)
+            if shared - cached >= PAGE_TOKENS and _leads(other, shared, now):
+                sequence.leader_tokens = shared
+                return other
+        return None
+
+    def _stop_running(self, sequence: Sequence, now: float, *, failed: bool = False) -> None:
+        assert sequence.lease is not None
         del self.running[sequence.id]
-        self.blocks.release(sequence.table)
+        if failed:
+            self.cache.discard(sequence.lease)
+        else:
+            self.cache.close(sequence.lease, now, settled=sequence.settled)
         self._free_slots.append(sequence.slot)
         self._unclosed.add(sequence.slot)
+        sequence.lease = None
         sequence.slot = NO_SLOT
         sequence.slot_open = False
         sequence.computed = sequence.scheduled = sequence.in_flight = 0
@@ -193,18 +312,51 @@ class Scheduler:
 
     # --- rows ----------------------------------------------------------------------------------------------------------------
 
+    def _served(self, row: PlannedRow, now: float) -> None:
+        sequence = row.sequence
+        sequence.last_served = now
+        self.policy.charge(sequence.request.client, row.count, now)
+        if sequence.first_scheduled is None:
+            sequence.first_scheduled = now
+            sequence.cached_tokens = row.start
+            self.hit_tokens += row.start
+
     def _planned(self, sequence: Sequence, count: int) -> PlannedRow:
         start = sequence.scheduled
         draws = start + count >= len(sequence.tokens)
         decode = count == 1 and draws and sequence.output_tokens + sequence.in_flight > 0
         return PlannedRow(sequence, sequence.epoch, start, count, draws, decode)
 
-    def _row(self, row: PlannedRow) -> Row:
-        sequence = row.sequence
-        return Row(
-            sequence=sequence.id,
-            tokens=sequence.tokens[row.start : row.start + row.count] or [FROM_PREVIOUS],
-            position=row.start,
-            pages=[list(pages) for pages in sequence.table.pages],
-            sampling=sequence.slot if row.draws else -1,
-        )
+
+def _row(row: PlannedRow) -> Row:
+    sequence = row.sequence
+    assert sequence.lease is not None
+    return Row(
+        sequence=sequence.id,
+        tokens=sequence.tokens[row.start : row.start + row.count] or [FROM_PREVIOUS],
+        position=row.start,
+        pages=[list(pages) for pages in sequence.lease.pages],
+        sampling=sequence.slot if row.draws else -1,
+    )
+
+
+def _decodes(sequences: Iterable[Sequence], number: int) -> list[Sequence]:
+    """Those that feed one token and draw the next."""
+    return [sequence for sequence in sequences if sequence.pending(number) == 1 and sequence.scheduled >= len(sequence.tokens) - 1]
+
+
+def _leads(leader: Sequence, tokens: int, now: float) -> bool:
+    """Whether `leader` is on its way to have computed `tokens` tokens."""
+    return leader.lease is not None and leader.computed < tokens and now - leader.last_served < LEADER_STALLS_S
+
+
+def _shared(one: list[int], other: list[int]) -> int:
+    """How many first tokens are the same, found by bisection: slices compare fast."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,17 +1,18 @@
 """One sequence as the scheduler and the engine know it: its tokens, how far they are computed, what it holds.
 
     tokens:  [ prompt .............. | output ...... ] (in flight)
-               0 .. computed    confirmed in the cache
+               0 .. computed    confirmed in the cache (from 0 on, or from the prefix that the lease found there)
                computed .. scheduled    in steps submitted and not yet collected
 Invariant: computed <= scheduled, and the `in_flight` draws not yet collected are one for each token from the last one on.
-A sequence is changed only by the scheduler (place, pages, slot) and the engine (tokens, times).
+A sequence is changed only by the scheduler (place, lease, slot) and the engine (tokens, times).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.cache.blocks import BlockTable
+from engine.cache.lease import Lease
+from engine.cache.radix import Namespace
 from engine.runtime.batch import SamplingSlot
 from engine.types import EngineRequest, SequenceUsage
 
@@ -24,9 +25,10 @@ class Sequence:
     request: EngineRequest
     choice: int
     limit: int  # output tokens at most
-    table: BlockTable
+    namespace: Namespace
     arrived: float  # monotonic seconds, like all times here
     tokens: list[int] = field(default_factory=list)  # prompt, then output
+    lease: Lease | None = None  # while it runs
     computed: int = 0
     scheduled: int = 0
     in_flight: int = 0
@@ -34,9 +36,17 @@ class Sequence:
     epoch: int = 0  # moves when the work in flight becomes worthless: preempted, finished
     slot: int = NO_SLOT
     slot_open: bool = False  # the executor holds this sequence's sampling state
+    promoted: int = 0  # priority classes that waiting has won it
+    last_served: float = 0.0  # last time that a step took tokens of it, at first its arrival
+    leader: Sequence | None = None  # a running sequence that computes a prefix which this one waits to share ...
+    leader_tokens: int = 0  # ... up to this many tokens
+    cached_tokens: int = 0  # of the prompt, found in the cache when it first started
     first_scheduled: float | None = None
     first_token: float | None = None
     last_token: float | None = None
+
+    def __post_init__(self) -> None:
+        self.last_served = self.arrived
 
     @property
     def prompt_tokens(self) -> int:
@@ -49,6 +59,11 @@ class Sequence:
     @property
     def stop_ids(self) -> list[int]:
         return self.request.stop_ids
+
+    @property
+    def settled(self) -> bool:
+        """Nothing of it is on its way."""
+        return self.scheduled == self.computed
 
     def pending(self, step: int) -> int:
         """Tokens that could be fed in `step`: those not scheduled yet, or the one draw of the step before."""
@@ -77,7 +92,7 @@ class Sequence:
         last = first if self.last_token is None else self.last_token
         return SequenceUsage(
             prompt_tokens=self.prompt_tokens,
-            cached_tokens=0,
+            cached_tokens=self.cached_tokens,
             output_tokens=self.output_tokens,
             queue_ms=(started - self.arrived) * 1e3,
             prefill_ms=(first - started) * 1e3,

@@ -16,7 +16,7 @@ from engine.engine import Engine
 from engine.errors import CavectlError, ContextLengthExceeded, InvalidRequest, OutOfMemory
 from engine.types import EngineRequest, SamplingParams
 from tests.fixtures.engine_run import Run, numbered_requests
-from tests.fixtures.scripted_executor import PagedExecutor, ScriptedExecutor, layout_of
+from tests.fixtures.scripted_executor import Kind, PagedExecutor, ScriptedExecutor, layout_of
 
 # --- one request -----------------------------------------------------------------------------------------------------------------
 
@@ -139,15 +139,29 @@ def test_a_refusal_is_reported_for_every_choice() -> None:
     prompts=st.lists(st.integers(1, 70), min_size=1, max_size=6),
     budget=st.sampled_from([1, 7, 16, 1000]),
     pages=st.integers(8, 40),
-    windows=st.sampled_from([(None,), (20,), (None, 20), (None, 1, 33)]),
+    windows=st.sampled_from([(None,), (20,), (None, 20), (None, 1, 33), ("state",), (None, "state"), ("latent", None)]),
     depth=st.sampled_from([1, 2]),
+    ranks=st.booleans(),
+    shared=st.booleans(),
     arrivals=st.lists(st.integers(0, 12), min_size=6, max_size=6),
 )
 def test_the_tokens_of_a_request_do_not_depend_on_anything_else(
-    prompts: list[int], budget: int, pages: int, windows: tuple[int | None, ...], depth: int, arrivals: list[int]
+    prompts: list[int],
+    budget: int,
+    pages: int,
+    windows: tuple[Kind, ...],
+    depth: int,
+    ranks: bool,
+    shared: bool,
+    arrivals: list[int],
 ) -> None:
-    run = Run(windows=windows, pages=pages, depth=depth, budget=budget)
-    requests = [EngineRequest(id=i, prompt=[(i + t) % 11 for t in range(n)], max_tokens=25) for i, n in enumerate(prompts)]
+    """Neither on neighbours, chunks, pages, steps in flight nor ranks, nor on what others left in the cache."""
+    run = Run(windows=windows, pages=pages, depth=depth, budget=budget, ranks=ranks)
+    starts = [0 if shared else i for i in range(len(prompts))]
+    requests = [
+        EngineRequest(id=i, prompt=[(start + t) % 11 for t in range(n)], max_tokens=25, sampling=SamplingParams(seed=i))
+        for i, (start, n) in enumerate(zip(starts, prompts, strict=True))
+    ]
     due = sorted(zip(arrivals, requests, strict=False), key=lambda pair: pair[0])
     for step in itertools.count():
         while due and due[0][0] <= step:
@@ -158,7 +172,13 @@ def test_the_tokens_of_a_request_do_not_depend_on_anything_else(
             break
     for request in requests:
         run.right(request)
-    assert all(sum(len(row.tokens) for row in inputs.rows) <= budget for inputs in run.executor.steps)
+
+
+def test_no_step_has_more_tokens_than_the_budget() -> None:
+    run = Run(budget=7)
+    run.add(*numbered_requests(12, prompt=9, max_tokens=9))
+    run.finish()
+    assert max(sum(len(row.tokens) for row in inputs.rows) for inputs in run.executor.steps) == 7
 
 
 def test_requests_share_steps() -> None:
@@ -224,6 +244,7 @@ def test_the_pages_of_an_aborted_request_are_free_before_the_next_step() -> None
     run.step()
     assert run.engine.stats.pages_used == 2
     run.engine.abort(1)
+    run.engine.check()
     run.add(request := EngineRequest(id=2, prompt=[2] * 60, max_tokens=4))
     run.step()
     assert run.engine.stats.pages_used == 4

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.engine import FRUITLESS_STEPS, EngineFailure
+from engine.built import EngineFailure
+from engine.engine import FRUITLESS_STEPS
 from engine.errors import InvalidRequest
 from engine.runtime.batch import FROM_PREVIOUS, RowOutput, StepInputs, StepOutputs
 from engine.types import EngineRequest
@@ -174,7 +175,7 @@ def test_a_fault_of_our_own_is_nobodys_request_and_gives_up(monkeypatch: pytest.
     def broken(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("engine.cache.blocks.BlockAllocator.room", broken)
+    monkeypatch.setattr("engine.cache.manager.CacheManager.room", broken)
     with pytest.raises(EngineFailure) as caught:
         run.step()
     assert len(caught.value.result.outputs) == 2

@@ -1,7 +1,8 @@
 """TinyRand in float64 through the whole engine: a request's tokens depend on nothing but the request.
 
-Alone = in any batch = in chunks of 1, 7, 16 or all = preempted = what recomputing the whole sequence gives; greedy and sampled,
-full attention and a window. Rows B09, B33, B45 and B46 of the case list.
+Alone = in any batch = in any order = in chunks of 1, 7, 16 or all = from a cold or warm prefix = preempted at every step = with its
+prefix shared by others = what recomputing the whole sequence gives; greedy and sampled, full attention and a window. Rows B09, B17,
+B33, B45 and B46 of the case list. Over HTTP and across file formats: tests/daemon/test_metamorphic.py.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import msgspec
 import pytest
 import torch
 
+from engine.built import EngineOptions
 from engine.cache.layout import cache_layout
 from engine.engine import Engine
 from engine.models.families import family_for
@@ -56,14 +59,16 @@ def _weights(window: int | None) -> dict[str, torch.Tensor]:
             source.close()
 
 
-def _engine(window: int | None, *, pages: int = 120, budget: int = 512) -> Engine:
+def _engine(window: int | None, *, pages: int = 120, budget: int = 512, options: EngineOptions | None = None) -> Engine:
     model = _model(window)
     spec = family_for(model.config["model_type"]).spec(model.config, 512)
     layout = cache_layout(spec, "float64")
     executor = TorchExecutor(
         spec, _weights(window), layout, [pages], dtype="float64", kv_dtype="float64", device="cpu", max_slots=16
     )
-    return Engine(executor, layout, [pages], context_tokens=512, max_step_tokens=budget, max_sequences=16)
+    return Engine(
+        executor, layout, [pages], context_tokens=512, max_step_tokens=budget, max_sequences=16, options=options or EngineOptions()
+    )
 
 
 def _run(engine: Engine, *requests: EngineRequest) -> Tokens:
@@ -128,6 +133,62 @@ def test_in_any_order(window: int | None) -> None:
 def test_preempted_in_a_pool_of_six_pages(window: int | None, greedy: bool) -> None:
     requests = _requests(GREEDY if greedy else None)
     assert _run(_engine(window, pages=6), *requests) == _alone(window, greedy)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("greedy", [True, False])
+def test_preempted_at_every_step(window: int | None, greedy: bool) -> None:
+    engine = _engine(window)
+    tokens: Tokens = {}
+    for request in _requests(GREEDY if greedy else None):
+        engine.add(request)
+    while engine.has_work:
+        for sequence in list(engine._scheduler.running.values()):
+            engine._scheduler.preempt(sequence, 0.0)
+        engine.check()
+        result = engine.step()
+        assert result is not None
+        for output in result.outputs:
+            tokens.setdefault((output.request, output.choice), []).extend(token.id for token in output.tokens)
+    assert engine.stats.preemptions > 100
+    assert tokens == _alone(window, greedy)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize("budget", [7, 512])
+def test_from_a_warm_prefix(window: int | None, greedy: bool, budget: int) -> None:
+    """A second and third time from what the first left, and from longer prompts that begin alike; penalties included (B17)."""
+    engine, requests, cached = _engine(window, budget=budget), _requests(GREEDY if greedy else None), []
+    for round_ in range(3):
+        again = [msgspec.structs.replace(request, id=100 * round_ + request.id) for request in requests]
+        found = _run(engine, *again)
+        assert {(key % 100, choice): tokens for (key, choice), tokens in found.items()} == _alone(window, greedy)
+        cached.append(engine.stats.hit_tokens)
+    assert cached[1] - cached[0] >= sum(len(request.prompt) - 1 for request in requests)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_with_the_prefix_cache_off(window: int | None) -> None:
+    engine = _engine(window, options=EngineOptions(prefix_cache=False))
+    assert _run(engine, *_requests()) == _alone(window, greedy=False)
+    assert engine.stats.hit_tokens == 0
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("pages", [12, 120])
+def test_prompts_that_begin_alike_at_the_same_time(window: int | None, pages: int) -> None:
+    start = [(3 * t + t * t) % 320 for t in range(60)]
+    requests = [
+        EngineRequest(id=i, prompt=[*start[:shared], 300 + i], max_tokens=20, n=2, sampling=SamplingParams(seed=i, temperature=1.2))
+        for i, shared in enumerate([60, 60, 33, 17, 48, 5])
+    ]
+    alone: Tokens = {}
+    for request in requests:
+        alone |= _run(_engine(window, options=EngineOptions(prefix_cache=False)), request)
+    engine = _engine(window, pages=pages, budget=24)
+    assert _run(engine, *requests) == alone
+    assert engine.stats.hit_tokens > 150
 
 
 def test_seeds_and_choices_differ() -> None:
