@@ -2,18 +2,22 @@
 
     socket -> reader thread (only queues) -> [commands] -> step loop -> one StepResult frame per step -> socket
 
-Commands take effect between steps. The loop sleeps while the engine has nothing to do. Writing blocks: a slow daemon slows the
-steps and loses no frame. The worker ends when the socket closes, on Shutdown, on SIGTERM or with its parent, and then finishes
-nothing. Invariant: what goes wrong reaches the daemon as one `Failed` frame with a typed error; a traceback goes to the log only.
+Commands take effect between steps. While the engine has nothing to do the loop sleeps, and wakes for its chores (`Engine.tick`).
+Writing blocks: a slow daemon slows the steps and loses no frame. The worker ends when the socket closes, on Shutdown, on SIGTERM or
+with its parent, and then finishes nothing. Invariants: a request is named in a `Scheduled` frame before a step touches it; what
+goes wrong reaches the daemon as one `Failed` frame with a typed error, a traceback goes to the log only.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import faulthandler
 import logging
 import os
 import queue
 import select
+import signal
 import socket
 import sys
 import threading
@@ -24,20 +28,24 @@ from dataclasses import dataclass
 import msgspec
 
 from engine import platform
-from engine.engine import Engine, EngineFailure
+from engine.built import Built, EngineFailure, NeedsReload
 from engine.errors import CavectlError, ErrorInfo
 from engine.frames import MalformedFrame, encode_frame, read_frame
 from engine.types import (
     AbortRequest,
     AddRequest,
     Command,
+    EngineRequest,
     Event,
     Failed,
+    Grow,
+    Grown,
     Loaded,
-    LoadedInfo,
     LoadModel,
     LoadProgress,
+    Scheduled,
     Shutdown,
+    StepResult,
     WorkerConfig,
 )
 
@@ -46,7 +54,7 @@ log = logging.getLogger(__name__)
 PARENT_POLL_MS = 2000
 
 Progress = Callable[[str, float], None]
-Build = Callable[[WorkerConfig, Progress], tuple[Engine, LoadedInfo]]
+Build = Callable[[WorkerConfig, Progress], Built]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +99,8 @@ class _Worker:
         reader = threading.Thread(target=self._read, name="reader", daemon=True)
         reader.start()
         try:
-            engine = self._load()
-            return engine if isinstance(engine, int) else self._loop(engine)
+            built = self._load()
+            return built if isinstance(built, int) else _Loop(built, self._inbox, self._send).run()
         except _DaemonGone:
             return 0
         finally:
@@ -138,8 +146,8 @@ class _Worker:
 
     # --- loading -------------------------------------------------------------------------------------------------------------
 
-    def _load(self) -> Engine | int:
-        """The engine that the first frame asks for, or the exit status when there is none."""
+    def _load(self) -> Built | int:
+        """The model that the first frame asks for, or the exit status when there is none."""
         first = self._inbox.get()
         if isinstance(first, _Ended):
             return first.status
@@ -150,60 +158,107 @@ class _Worker:
         self._parent_pid = config.parent_pid
         platform.end_with_parent(config.parent_pid)
         try:
-            engine, info = self._build(config, self._progress)
+            built = self._build(config, self._progress)
         except _DaemonGone:
             raise
         except Exception as error:
             self._send(Failed(_load_error(error)))
             return 1
-        self._send(Loaded(info))
-        return engine
+        self._send(Loaded(built.info))
+        return built
 
     def _progress(self, stage: str, fraction: float) -> None:
         self._send(LoadProgress(stage, fraction))
-
-    # --- the loop ------------------------------------------------------------------------------------------------------------
-
-    def _loop(self, engine: Engine) -> int:
-        while True:
-            status = self._obey(engine)
-            if status is not None:
-                return status
-            try:
-                result = engine.step()
-            except EngineFailure as failure:
-                self._send(failure.result)
-                self._send(Failed(failure.info))
-                return 1
-            if result is not None:
-                self._send(result)
-
-    def _obey(self, engine: Engine) -> int | None:
-        """Carry out what has come, waiting for something when the engine is idle. The exit status when it is the end."""
-        while True:
-            try:
-                arrival = self._inbox.get(block=not engine.has_work)
-            except queue.Empty:
-                return None
-            if isinstance(arrival, _Ended):
-                return arrival.status
-            match arrival.command:
-                case AddRequest(request):
-                    try:
-                        engine.add(request, arrival.at)
-                    except CavectlError as error:
-                        engine.refuse(request, error.info)
-                case AbortRequest(request, choice):
-                    engine.abort(request, choice)
-                case other:
-                    log.error("unexpected %s, ending", type(other).__name__)
-                    return 1
 
     def _send(self, event: Event) -> None:
         try:
             self._stream.sendall(encode_frame(event))
         except OSError as error:
             raise _DaemonGone from error
+
+
+class _Loop:
+    """Steps of a loaded engine, and between them what the daemon asks for."""
+
+    def __init__(self, built: Built, inbox: queue.SimpleQueue[_Arrival | _Ended], send: Callable[[Event], None]) -> None:
+        self._engine, self._info, self._grow_to = built.engine, built.info, built.grow
+        self._inbox, self._send = inbox, send
+        self._told = self._engine.stats  # what the daemon knows
+        self._engine.on_scheduled = self._tell_scheduled
+
+    def run(self) -> int:
+        while (status := self._obey()) is None:
+            try:
+                result = self._engine.step()
+            except EngineFailure as failure:
+                self._send(failure.result)
+                self._send(Failed(failure.info))
+                return 1
+            if result is not None:
+                self._tell(result)
+        return status
+
+    def _obey(self) -> int | None:
+        """Carry out what has come, waiting for something when the engine is idle. The exit status when it is the end."""
+        while True:
+            wanted_s = self._engine.tick(time.monotonic())
+            idle = not self._engine.has_work
+            if idle and self._engine.stats != self._told:
+                self._tell(StepResult([], self._engine.stats))
+            try:
+                arrival = self._inbox.get(block=idle, timeout=wanted_s)
+            except queue.Empty:
+                if idle:
+                    continue
+                return None
+            status = self._carry_out(arrival)
+            if status is not None:
+                return status
+
+    def _carry_out(self, arrival: _Arrival | _Ended) -> int | None:
+        if isinstance(arrival, _Ended):
+            return arrival.status
+        match arrival.command:
+            case AddRequest(request):
+                self._add(request, arrival.at - request.waited_ms / 1e3)
+            case AbortRequest(request, choice):
+                self._engine.abort(request, choice)
+            case Grow(context_tokens):
+                return self._grow(context_tokens)
+            case other:
+                log.error("unexpected %s, ending", type(other).__name__)
+                return 1
+        return None
+
+    def _add(self, request: EngineRequest, arrived: float) -> None:
+        try:
+            self._engine.add(request, arrived)
+        except CavectlError as error:
+            self._engine.refuse(request, error.info)
+
+    def _grow(self, context_tokens: int) -> int | None:
+        """Answer with what holds then. After an exception that is no answer the cache is in an unknown state: that is the end."""
+        error = None
+        try:
+            if self._grow_to is None:
+                raise NeedsReload("this model's context is fixed while it is loaded")
+            self._info = self._grow_to(context_tokens)
+        except CavectlError as refusal:
+            error = refusal
+        except Exception:
+            log.exception("growing the context failed")
+            self._send(Failed(ErrorInfo("engine_error", "the engine failed while its context grew", "try again")))
+            return 1
+        self._send(Grown(self._info, error.info if error else None, isinstance(error, NeedsReload)))
+        return None
+
+    def _tell(self, result: StepResult) -> None:
+        self._told = result.stats
+        self._send(result)
+
+    def _tell_scheduled(self, requests: list[int]) -> None:
+        with contextlib.suppress(_DaemonGone):  # not the step's fault; its result finds the same
+            self._send(Scheduled(requests))
 
 
 def _shut(stream: socket.socket) -> None:
@@ -224,7 +279,7 @@ def _load_error(error: Exception) -> ErrorInfo:
     return ErrorInfo("internal_error", "the model could not be loaded", "the daemon's log has the details")
 
 
-def _build_model(config: WorkerConfig, progress: Progress) -> tuple[Engine, LoadedInfo]:
+def _build_model(config: WorkerConfig, progress: Progress) -> Built:
     platform.limit_spinning()
     platform.expect_no_numpy()
     from engine.runtime.load import build_engine  # seconds of imports: not before the daemon can be told of their failure
@@ -238,6 +293,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="worker %(process)d %(levelname)s %(message)s")
     platform.own_signals()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # asked for by the daemon before it kills a worker that hangs
     return serve(arguments.fd, _build_model, on_end=os._exit)
 
 

@@ -12,19 +12,24 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 
-from engine.engine import Engine
+from engine.built import Built, EngineOptions, NeedsReload
 from engine.errors import OutOfMemory
 from engine.types import (
     AbortRequest,
     AddRequest,
     EngineRequest,
     Failed,
+    Grow,
+    Grown,
     LoadedInfo,
     LoadModel,
     LoadProgress,
+    Scheduled,
     Shutdown,
+    StepResult,
     WorkerConfig,
 )
 from engine.worker import Build, Progress, serve
@@ -81,15 +86,15 @@ def test_a_token_is_on_the_socket_before_the_next_step_ends(serving: Callable[[B
     peer.send(AddRequest(EngineRequest(id=1, prompt=[1], max_tokens=8)))
     times = []
     while (1, 0) not in peer.ends:
-        peer.event()
-        times.append(time.monotonic())
+        if isinstance(peer.event(), StepResult):
+            times.append(time.monotonic())
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
     assert len(gaps) == 7
     assert min(gaps) > 0.03, "tokens came in bunches"
 
 
 def test_progress_comes_before_the_answer(serving: Callable[[Build], Served]) -> None:
-    def build(config: WorkerConfig, progress: Progress) -> tuple[Engine, LoadedInfo]:
+    def build(config: WorkerConfig, progress: Progress) -> Built:
         progress("weights", 0.5)
         return scripted_build(ScriptedExecutor([1]))(config, progress)
 
@@ -199,13 +204,123 @@ def test_a_second_load_ends_it(serving: Callable[[Build], Served]) -> None:
 def test_a_load_that_fails_is_told_without_its_inside(
     serving: Callable[[Build], Served], error: Exception, code: str, message: str
 ) -> None:
-    def build(config: WorkerConfig, progress: Progress) -> tuple[Engine, LoadedInfo]:
+    def build(config: WorkerConfig, progress: Progress) -> Built:
         raise error
 
     peer = serving(build)
     failed = peer.load_failure(ANY_MODEL)
     assert (failed.error.code, failed.error.message) == (code, message)
     assert peer.event() is None
+    assert peer.exit_status() == 1
+
+
+def test_requests_are_named_before_the_step_that_is_their_first(serving: Callable[[Build], Served]) -> None:
+    """One at a time, with one sequence at most: each is named once, after the end of the one before and before its own tokens."""
+    peer = serving(scripted_build(ScriptedExecutor([3]), max_sequences=1))
+    peer.load(ANY_MODEL)
+    peer.run(*(EngineRequest(id=i, prompt=[1], max_tokens=3) for i in (7, 5)))
+    assert peer.frames == [("scheduled", [7]), *[("step", [7])] * 3, ("scheduled", [5]), *[("step", [5])] * 3]
+
+
+def test_several_choices_are_one_request(serving: Callable[[Build], Served]) -> None:
+    peer = serving(scripted_build(ScriptedExecutor([3]), max_sequences=2))
+    peer.load(ANY_MODEL)
+    peer.run(EngineRequest(id=1, prompt=[1], max_tokens=2, n=5))
+    assert [ids for kind, ids in peer.frames if kind == "scheduled"] == [[1]]
+
+
+@pytest.mark.timing
+def test_the_name_is_on_the_socket_before_the_step_ends(serving: Callable[[Build], Served]) -> None:
+    peer = serving(scripted_build(ScriptedExecutor([3], step_ms=300)))
+    peer.load(ANY_MODEL)
+    sent = time.monotonic()
+    peer.send(AddRequest(EngineRequest(id=1, prompt=[1], max_tokens=1)))
+    assert isinstance(peer.event(), Scheduled) and time.monotonic() - sent < 0.2
+    assert isinstance(peer.event(), StepResult) and time.monotonic() - sent > 0.29
+
+
+def test_time_waited_before_counts(serving: Callable[[Build], Served]) -> None:
+    peer = serving(scripted_build(ScriptedExecutor([3])))
+    peer.load(ANY_MODEL)
+    peer.run(EngineRequest(id=1, prompt=[1], max_tokens=1, waited_ms=5000.0), EngineRequest(id=2, prompt=[1], max_tokens=1))
+    waits = [end.usage.queue_ms for _, end in sorted(peer.ends.items()) if end.usage]
+    assert 5000 <= waits[0] < 15_000 and waits[1] < 5000
+
+
+def test_an_idle_worker_does_its_chores_and_tells(serving: Callable[[Build], Served]) -> None:
+    """What is cached goes when its time is over, though nobody asks for anything."""
+    peer = serving(scripted_build(ScriptedExecutor([3]), options=EngineOptions(rest_retention_s=0.4)))
+    peer.load(ANY_MODEL)
+    peer.run(EngineRequest(id=1, prompt=list(range(40)), max_tokens=2))
+    assert peer.steps[-1].stats.pages_cached >= 2
+    told = peer.event()
+    assert isinstance(told, StepResult) and told.outputs == [] and told.stats.pages_cached == 0
+    peer.run(EngineRequest(id=2, prompt=list(range(40)), max_tokens=2))
+    ended = peer.ends[2, 0].usage
+    assert ended is not None and ended.cached_tokens == 0
+
+
+def grown(peer: Served, context_tokens: int) -> Grown:
+    peer.send(Grow(context_tokens))
+    while True:
+        event = peer.event()
+        if isinstance(event, Grown):
+            return event
+        assert isinstance(event, StepResult | Scheduled), event
+
+
+def test_it_grows_between_steps(serving: Callable[[Build], Served]) -> None:
+    def grow(context_tokens: int) -> LoadedInfo:
+        if context_tokens > 4096:
+            raise OutOfMemory("a context of 9000 tokens needs 9 GB and 2 are free")
+        if context_tokens > 2048:
+            raise NeedsReload("its RoPE is another")
+        return msgspec.structs.replace(INFO, context_tokens=context_tokens, kv_bytes=77)
+
+    peer = serving(scripted_build(ScriptedExecutor([3], step_ms=2), grow=grow))
+    peer.load(ANY_MODEL)
+    running = EngineRequest(id=1, prompt=[1], max_tokens=200)
+    peer.send(AddRequest(running))
+    answer = grown(peer, 1024)
+    assert (answer.info.context_tokens, answer.info.kv_bytes, answer.error, answer.reload) == (1024, 77, None, False)
+    refused = grown(peer, 9000)
+    assert refused.error and refused.error.code == "out_of_memory" and "9 GB and 2" in refused.error.message
+    assert refused.info == answer.info and not refused.reload
+    reload = grown(peer, 4000)
+    assert reload.reload and reload.info == answer.info
+    peer.finish(running)
+    assert peer.tokens[1, 0] == [3] * 200
+
+
+def test_a_model_that_cannot_grow_says_that_only_a_load_helps(serving: Callable[[Build], Served]) -> None:
+    peer = serving(scripted_build(ScriptedExecutor([3])))
+    peer.load(ANY_MODEL)
+    answer = grown(peer, 1024)
+    assert answer.reload and answer.error and answer.info == INFO
+
+
+def test_a_growth_that_breaks_is_the_end(serving: Callable[[Build], Served]) -> None:
+    def grow(context_tokens: int) -> LoadedInfo:
+        raise RuntimeError("secret at 0x7f001122")
+
+    peer = serving(scripted_build(ScriptedExecutor([3]), grow=grow))
+    peer.load(ANY_MODEL)
+    peer.send(Grow(1024))
+    failed = peer.event()
+    assert isinstance(failed, Failed) and failed.error.code == "engine_error" and "secret" not in failed.error.message
+    assert peer.exit_status() == 1
+
+
+def test_an_engine_that_gives_up_leaves_those_who_wait_untouched(serving: Callable[[Build], Served]) -> None:
+    """They are neither named nor ended: the daemon gives them to the next worker."""
+    fault = ScriptedExecutor([3], fault=lambda inputs: "lost" if inputs.step >= 4 else None)
+    peer = serving(scripted_build(fault, max_sequences=2))
+    peer.load(ANY_MODEL)
+    peer.send(*(AddRequest(EngineRequest(id=i, prompt=[1], max_tokens=9)) for i in range(6)))
+    while not isinstance(event := peer.event(), Failed):
+        assert event is not None
+    named = {request for kind, ids in peer.frames if kind == "scheduled" for request in ids}
+    assert len(named) == 2 and {request for request, _ in peer.ends} == named
     assert peer.exit_status() == 1
 
 

@@ -105,6 +105,17 @@ def test_signals(worker: WorkerProcess, tiny: tuple[TinyRand, WorkerConfig], sen
     assert worker.tokens[1, 0] == oracle_greedy(tiny[0], request.prompt, 3)
 
 
+def test_it_says_where_it_is_when_asked_and_goes_on(worker: WorkerProcess, tiny: tuple[TinyRand, WorkerConfig]) -> None:
+    worker.load(tiny[1])
+    worker.process.send_signal(signal.SIGUSR1)
+    worker.run(request := EngineRequest(id=1, prompt=[1, 2], max_tokens=3, sampling=GREEDY))
+    assert worker.tokens[1, 0] == oracle_greedy(tiny[0], request.prompt, 3)
+    worker.send(Shutdown())
+    assert worker.exit_status() == 0
+    log = worker.log()
+    assert log.count("(most recent call first)") >= 2 and "_obey" in log, "all threads, by function"
+
+
 def test_it_ends_when_the_daemon_closes_the_socket(worker: WorkerProcess, tiny: tuple[TinyRand, WorkerConfig]) -> None:
     worker.load(tiny[1])
     worker.send(*(AddRequest(EngineRequest(id=i, prompt=[1], max_tokens=250)) for i in range(8)))
