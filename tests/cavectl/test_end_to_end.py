@@ -54,7 +54,7 @@ def test_piped_output_is_the_models_text(real: Home) -> None:
 
 
 def test_stats_and_ps(real: Home) -> None:
-    script(real, b"abc")
+    script(real, b"abc", pages_cached=4, pages_pinned=3, chunk_tokens=96)
     figures = json.loads(real.run("run", MODEL, "hi", "--stats=json").stderr)
     assert figures["eval_count"] == 3
     assert figures["context_limit"] == 256
@@ -65,7 +65,10 @@ def test_stats_and_ps(real: Home) -> None:
         assert f"{name}:" in lines
     (row,) = real.run("ps").stdout.decode().splitlines()[1:]
     assert row.split()[0] == MODEL
-    assert "scripted" in row
+    assert "scripted" in row and "0+7/64" in row
+    [shown] = json.loads(real.run("ps", "--json").stdout)["models"]
+    assert shown["pages"] == {"total": 64, "used": 0, "cached": 4, "pinned": 3} and shown["queue"] == {"running": 0, "waiting": 0}
+    assert shown["chunk_tokens"] == 96 and shown["preemptions"] == shown["accounting_errors"] == shown["hit_tokens"] == 0
     assert MODEL in real.run("daemon", "status").stdout.decode()
     assert real.run("stop", MODEL).returncode == 0
     assert json.loads(real.run("ps", "--json").stdout) == {"models": []}
