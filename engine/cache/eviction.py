@@ -27,8 +27,21 @@ class Eviction:
         self._tree, self._groups = tree, groups
         self._retention_s = (*retention_s, math.inf)
         self._whole = [group.kind in ("full", "latent") for group in groups]
+        self._homes: list[dict[int, Node]] = [{} for _ in groups]  # by group: page -> the node that it hangs at
         self._queues: list[list[_Entry]] = [[] for _ in groups]
         self._number = count()
+
+    def hang(self, node: Node, index: int, page: int) -> None:
+        """Keep a page at a node, which has none of this group."""
+        node.pages[index] = page
+        self._homes[index][page] = node
+        self._groups[index].keep(page, pinned=node.rank == PINNED)
+
+    def disown(self, index: int, page: int) -> None:
+        """A lease lets go of a page, which may now be a candidate."""
+        self._groups[index].disown(page)
+        if self._groups[index].is_cached(page):
+            self.offer(self._homes[index][page])
 
     def offer(self, node: Node) -> None:
         """Something about `node` changed that may make it, or a page of it, a candidate."""
@@ -54,8 +67,7 @@ class Eviction:
         """Take a leaf out with all its pages, and whatever above it is left with neither pages nor anything below."""
         for index, page in enumerate(node.pages):
             if page != NO_PAGE:
-                self._groups[index].drop(page)
-                node.pages[index] = NO_PAGE
+                self._take_down(node, index)
         self.prune(node)
 
     def prune(self, node: Node) -> None:
@@ -73,7 +85,7 @@ class Eviction:
             if not node.alive or node.rank == PINNED:
                 continue
             at = node.used + self._retention_s[node.rank]
-            if at <= now and node.is_leaf and not self._owned(node):
+            if at <= now and node.is_leaf and not self.owned(node):
                 self.evicted_pages += sum(page != NO_PAGE for page in node.pages)
                 self.remove(node)
             elif at > now:
@@ -82,9 +94,7 @@ class Eviction:
         return None if due == math.inf else due
 
     def owned(self, node: Node) -> bool:
-        return self._owned(node)
-
-    def _owned(self, node: Node) -> bool:
+        """Whether a lease holds a page of it."""
         return any(page != NO_PAGE and group.owners(page) for page, group in zip(node.pages, self._groups, strict=True))
 
     def _is_candidate(self, node: Node, index: int) -> bool:
@@ -101,6 +111,10 @@ class Eviction:
         if self._whole[index]:
             self.remove(node)
             return
-        self._groups[index].drop(node.pages[index])
-        node.pages[index] = NO_PAGE
+        self._take_down(node, index)
         self.prune(node)
+
+    def _take_down(self, node: Node, index: int) -> None:
+        self._groups[index].drop(node.pages[index])
+        del self._homes[index][node.pages[index]]
+        node.pages[index] = NO_PAGE

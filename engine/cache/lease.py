@@ -18,12 +18,11 @@ UNBOUNDED_TOKENS = 1 << 62  # what a sequence may have in a model that keeps a s
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """A page to be copied before the first step. `node` is where the source hangs, None when a running sequence has it."""
+    """A page to be copied before the first step."""
 
     group: int
     source: int
     target: int
-    node: Node | None
 
 
 @dataclass(slots=True, eq=False)

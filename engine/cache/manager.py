@@ -270,9 +270,7 @@ class CacheManager:
     def _unshare(self, lease: Lease) -> None:
         for index in self._growing:
             for page in lease.pages[index][lease.first[index] :]:
-                self.groups[index].disown(page)
-        for node in lease.path:
-            self._eviction.offer(node)
+                self._eviction.disown(index, page)
 
     def _copy_rest(self, lease: Lease, match: Match) -> bool:
         """Own the sources of what is to be copied and take pages for it; for a state without a source, the live page alone.
@@ -285,23 +283,18 @@ class CacheManager:
         wanted = {index for index, _ in sources} | set(self._states)
         if any(self.groups[index].at_hand == 0 for index in wanted):
             for index, page in sources:
-                self.groups[index].disown(page)
-            if match.node is not None:
-                self._eviction.offer(match.node)
+                self._eviction.disown(index, page)
             return False
         targets = {index: self._take(index) for index in sorted(wanted)}
         for index, target in targets.items():
             lease.pages[index].append(target)
-        lease.copies = [Copy(index, page, targets[index], match.node) for index, page in sources]
+        lease.copies = [Copy(index, page, targets[index]) for index, page in sources]
         return True
 
     def _release_copies(self, lease: Lease) -> None:
-        for copy in lease.copies:
-            self.groups[copy.group].disown(copy.source)
-        nodes = {copy.node for copy in lease.copies if copy.node is not None}
-        lease.copies = []
-        for node in nodes:
-            self._eviction.offer(node)
+        copies, lease.copies = lease.copies, []
+        for copy in copies:
+            self._eviction.disown(copy.group, copy.source)
 
     def _register(self, lease: Lease, now: float) -> None:
         """Put the next full page of `lease` into the tree, or find it there and give ours back."""
@@ -328,8 +321,7 @@ class CacheManager:
         if ours in (NO_PAGE, theirs):
             return
         if theirs == NO_PAGE:
-            node.pages[index] = ours
-            group.keep(ours, pinned=node.rank == PINNED)
+            self._eviction.hang(node, index, ours)
             return
         group.own(theirs)
         group.disown(ours)
@@ -352,10 +344,8 @@ class CacheManager:
         """Hang a snapshot at a node, unless it has one."""
         for index, page in pages:
             if node.pages[index] == NO_PAGE:
-                node.pages[index] = page
-                self.groups[index].keep(page, pinned=node.rank == PINNED)
-            self.groups[index].disown(page)
-        self._eviction.offer(node)
+                self._eviction.hang(node, index, page)
+            self._eviction.disown(index, page)
 
     def _trim(self, lease: Lease) -> None:
         """Give back the pages of window groups that no later query can see."""
@@ -366,10 +356,8 @@ class CacheManager:
             pages, first = lease.pages[index], lease.first[index]
             keep = min(max((lease.computed - window + 1) // PAGE_TOKENS, first), len(pages))
             for number in range(first, keep):
-                self.groups[index].disown(pages[number])
+                self._eviction.disown(index, pages[number])
                 pages[number] = NO_PAGE
-                if number < len(lease.path):
-                    self._eviction.offer(lease.path[number])
             lease.first[index] = keep
 
     def _keep_rest(self, lease: Lease, now: float, *, settled: bool) -> None:
@@ -388,10 +376,7 @@ class CacheManager:
                 self._merge(lease, node, index, parent.depth)
         for index in self._states:
             if node.parent is not None and node.pages[index] == NO_PAGE:
-                node.pages[index] = lease.pages[index][0]
-                self.groups[index].keep(node.pages[index], pinned=node.rank == PINNED)
-        if rest:
-            lease.path.append(node)  # so that it is offered with the others
+                self._eviction.hang(node, index, lease.pages[index][0])
 
     def _touch(self, lease: Lease, now: float) -> None:
         for node in lease.path:
@@ -403,29 +388,28 @@ class CacheManager:
 
     def _release(self, lease: Lease) -> None:
         """Let go of everything; what the tree keeps becomes a candidate for eviction."""
+        lease.node.leases.discard(lease)
         self._release_copies(lease)
         for pages in lease.snapshots.values():
             for index, page in pages:
-                self.groups[index].disown(page)
-        for index, group in enumerate(self.groups):
-            for page in lease.pages[index][lease.first[index] :]:
-                group.disown(page)
-        for node in (lease.root, *lease.path):
-            node.leases.discard(lease)
-        for node in reversed(lease.path):
-            self._eviction.prune(node)
-            self._eviction.offer(node)
+                self._eviction.disown(index, page)
+        for index in range(len(self.groups)):
+            for page in reversed(lease.pages[index][lease.first[index] :]):
+                self._eviction.disown(index, page)
+        self._eviction.prune(lease.node)
         lease.pages = [[] for _ in self.groups]
         lease.snapshots, lease.created, lease.path = {}, [], []
         self._leases.discard(lease)
 
     def _unpin(self, namespace: Namespace, data: bytes, rank: int) -> None:
-        """The nodes of a prompt are pinned no longer, from the last up to one that another pinned prompt shares."""
+        """The nodes of a prompt are pinned no longer, from the last up to one that another pinned prompt needs."""
         for node in reversed(self._tree.path(namespace, data, len(data) // ID_BYTES)[1:]):
-            if any(child.rank == PINNED for child in node.children.values()):
+            passing = [lease for lease in self._leases if node in lease.path]
+            below = max([rank, *(node.below(key).rank for key in node.order), *(lease.rank for lease in passing)])
+            if below == PINNED or any(node.end <= lease.pin_tokens for lease in passing):
                 return
             if node.rank == PINNED:
-                node.rank = rank
+                node.rank = below
                 self._keep_as(node, pinned=False)
                 self._eviction.offer(node)
 

@@ -17,7 +17,7 @@ from engine.runtime.batch import NO_PAGE, PAGE_TOKENS
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """`path`: nodes to share. `sources`: by group, the page to copy what is beyond them from (NO_PAGE: nothing), hung at `node`.
+    """`path`: nodes to share. `sources`: by group, the page to copy what is beyond them from (NO_PAGE: nothing).
 
     `first`: by group, how many pages of the path nobody will look at. `branch`: tokens that the tree has, whoever can serve them.
     """
@@ -27,7 +27,6 @@ class Match:
     sources: Sequence[int] = ()
     first: Sequence[int] = ()
     branch: int = 0
-    node: Node | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +101,10 @@ class Matcher:
                 return None
             if source.tokens:
                 sources[index] = source.pages[index]
-        node = source.node
         if hit and self._states:
             node = source.node or path[-1]
             for index in self._states:
                 if node.pages[index] == NO_PAGE:
                     return None
                 sources[index] = node.pages[index]
-        return Match(path[1:], hit, sources, first, branch, node)
+        return Match(path[1:], hit, sources, first, branch)
