@@ -15,10 +15,11 @@ from tests.fixtures.tiny_tok import SPECIALS, byte_letters, tokens
 
 
 @contextmanager
-def real_daemon(model: Path, name: str) -> Iterator[Scripted]:
+def real_daemon(model: Path, name: str, **variables: str) -> Iterator[Scripted]:
+    """`variables`: settings, as CAVECTL_<NAME>."""
     folder = Path(tempfile.mkdtemp(prefix="cavectl-"))  # short: it holds a Unix socket
     try:
-        env = {"CAVECTL_THREADS": "2"}
+        env = {"CAVECTL_THREADS": "2"} | {f"CAVECTL_{key.upper()}": value for key, value in variables.items()}
         with running(folder, "--log-file", str(folder / "daemon.log"), module="daemon", env=env) as daemon:
             it = Scripted(daemon, folder)
             assert ndjson(it.post("/api/import", {"path": str(model), "name": name}).body)[-1]["status"] == "success"

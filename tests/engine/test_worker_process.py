@@ -18,7 +18,7 @@ import msgspec
 import psutil
 import pytest
 
-from engine.types import AbortRequest, AddRequest, EngineRequest, LoadModel, SamplingParams, Shutdown, StepResult, WorkerConfig
+from engine.types import AbortRequest, AddRequest, EngineRequest, LoadModel, SamplingParams, Shutdown, WorkerConfig
 from engine.weights.source import open_source
 from tests.fixtures.tiny_rand import TinyRand, oracle_greedy, tiny_rand
 from tests.fixtures.worker_peer import ANY_MODEL, PATIENCE_S, ROOT, Peer, WorkerProcess
@@ -60,7 +60,7 @@ def test_a_real_worker_runs_a_batch_and_unloading_frees_the_process(
         assert worker.tokens[request.id, 0] == oracle_greedy(model, request.prompt, request.max_tokens)
     assert max(result.stats.running for result in worker.steps) >= 3, "they did not share steps"
     worker.send(AddRequest(EngineRequest(id=9, prompt=[5], max_tokens=250, sampling=GREEDY)))
-    assert isinstance(worker.event(), StepResult)
+    worker.step()
     worker.send(AbortRequest(9), AddRequest(again := EngineRequest(id=10, prompt=[1, 7, 0], max_tokens=6, sampling=GREEDY)))
     worker.finish(again)
     assert worker.ends[9, 0].finish == "abort"
@@ -87,7 +87,7 @@ def test_a_load_without_numpy_logs_no_warning(tiny: tuple[TinyRand, WorkerConfig
 def test_a_killed_worker_is_seen_at_once(worker: WorkerProcess, tiny: tuple[TinyRand, WorkerConfig]) -> None:
     worker.load(tiny[1])
     worker.send(AddRequest(EngineRequest(id=1, prompt=[1], max_tokens=250)))
-    assert isinstance(worker.event(), StepResult)
+    worker.step()
     worker.process.kill()
     started = time.monotonic()
     assert worker.ended()
@@ -160,7 +160,7 @@ def test_a_step_that_takes_for_ever_does_not_keep_it_from_ending() -> None:
     with WorkerProcess((sys.executable, "-c", HUNG)) as worker:
         worker.load(ANY_MODEL)
         worker.send(AddRequest(EngineRequest(id=1, prompt=[1], max_tokens=9)))
-        assert isinstance(worker.event(), StepResult)
+        worker.step()
         time.sleep(0.3)  # into the second step
         worker.send(Shutdown())
         assert worker.exit_status() == 0
