@@ -281,7 +281,8 @@ class WorkerClient:
                 return
             if silence.suspect and not suspected:
                 log.error("worker %d has been silent for %g s: asking where it is", self.pid, SUSPECT_TICKS * silence.tick_s)
-                self._kill(signal.SIGUSR1)
+                with contextlib.suppress(ProcessLookupError):
+                    self._process.send_signal(signal.SIGUSR1)  # it alone: a child of its would die of it
 
     def _end_hung(self, patience_s: float) -> None:
         self.hung = True

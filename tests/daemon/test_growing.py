@@ -27,10 +27,11 @@ def test_it_grows_while_others_run(run: Run) -> None:
             assert model.context_tokens == 256, "the default: later requests name none"
             assert await bench.use(ctx=100) is model and await bench.use() is model and not asked(bench)
             stream = model.worker.submit(EngineRequest(id=1, prompt=[1], max_tokens=10**6))
-            needed = model.needed_bytes
+            needed, held = model.needed_bytes, model.held_bytes
             users = await asyncio.gather(*(bench.use(ctx=512) for _ in range(3)), bench.use(ctx=300))
             assert set(users) == {model} and bench.loads == 1 and asked(bench) == [512]
             assert model.context_tokens == 512 and model.needed_bytes > needed
+            assert model.held_bytes == held + 256 * 100, "as the worker says, for what is loaded beside it"
             assert model.worker.info is not None and model.worker.info.context_tokens == 512
             for _ in range(50):
                 assert (await stream.get()).finish is None

@@ -41,6 +41,16 @@ def test_requests_wait_for_the_application_while_health_answers(tmp_path: Path, 
             assert (client.get("/readyz").status, client.get("/readyz").json) == (200, {"status": "ready"})
 
 
+def test_readyz_says_when_the_application_is_not_well(tmp_path: Path) -> None:
+    with serving(tmp_path) as harness, harness.client() as client:
+        assert client.get("/scope").status == 200
+        for well, status, word in ((True, 200, "ready"), (False, 503, "recovering"), (True, 200, "ready")):
+            harness.probe.well = well
+            reply = client.get("/readyz")
+            assert (reply.status, reply.json) == (status, {"status": word})
+            assert client.get("/health").status == 200, "the daemon itself lives"
+
+
 def test_waiting_is_bounded(tmp_path: Path) -> None:
     slow = Slow(tmp_path)
     with serving(tmp_path, load=slow, startup_timeout_s=0.1) as harness:

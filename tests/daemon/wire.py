@@ -33,12 +33,13 @@ class Probe:
         self.settings = settings
         self.events: list[str] = []
         self.stopped = asyncio.Event()
+        self.well = True
 
     def build_routes(self, state: Any) -> list[Any]:
         return [Mount("/", app=self)]
 
     def healthy(self, state: Any) -> bool:
-        return True
+        return self.well
 
     async def startup(self, settings: Settings) -> Probe:
         return self

@@ -131,11 +131,11 @@ def test_b48_stacks_are_in_the_log_and_readyz_dips_until_a_worker_is_back(daemon
 
     watcher = threading.Thread(target=watch)
     with daemon.client() as client:
-        client.send(post("/v1/chat/completions", CHAT | {"stream": True}))
+        client.send(post("/v1/chat/completions", CHAT))
         hung = until(lambda: (daemon.events("hang") or [None])[0])["at"]
         watcher.start()
-        client.head()
-        assert said(client, "/v1/chat/completions")[1]["error"]["code"] == "worker_timeout"
+        reply = client.reply()
+        assert (reply.status, reply.code) == (503, "worker_timeout") and "1 s" in reply.json["error"]["message"]
         answered = time.monotonic()
         until(lambda: ready(daemon) == 200 or None)
         stop.set()
