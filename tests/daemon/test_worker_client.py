@@ -112,6 +112,30 @@ def test_a_failed_frame_is_the_reason_given(start: Any) -> None:
     run(work())
 
 
+@pytest.mark.timing
+def test_a_silent_worker_is_killed_only_while_it_owes_something(start: Any) -> None:
+    """A stream that nobody has closed yet, because its client reads slowly, is no debt once its last output is here."""
+
+    async def work() -> None:
+        worker = await start(scripts=[[10]], watchdog_s=0.6, hang_at=2)
+        stream = worker.submit(request(worker))
+        while (await stream.get()).finish is None:
+            pass
+        await asyncio.sleep(1.2)
+        assert worker.alive and not worker.suspect
+        hung = worker.submit(request(worker))
+        asked = time.monotonic()
+        with pytest.raises(CavectlError) as caught:
+            while True:
+                await hung.get()
+        assert caught.value.code == "worker_timeout" and not isinstance(caught.value, WorkerLost) and worker.hung and worker.suspect
+        assert 0.5 < time.monotonic() - asked < 1.0
+        with pytest.raises(WorkerLost):
+            worker.submit(request(worker))
+
+    run(work())
+
+
 def test_load_failures(start: Any) -> None:
     async def work() -> None:
         error = ErrorInfo("unsupported_model", "no such architecture", "hint")

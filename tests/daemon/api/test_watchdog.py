@@ -212,7 +212,7 @@ def test_a_step_shorter_than_the_patience_is_not_a_hang(daemon: Scripted) -> Non
 
 @pytest.mark.timing
 def test_silence_without_a_debt_is_no_hang(daemon: Scripted) -> None:
-    """An idle worker, and one whose answer is finished and whose client reads slowly, owe nothing."""
+    """Neither while nothing is asked nor while a client has not read its finished answer."""
     daemon.script(spelled("x"), every_ms=1)
     daemon.chat()
     worker = pid_of(daemon)
