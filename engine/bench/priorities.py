@@ -40,15 +40,15 @@ VARIANTS = (
 class Sizes:
     places: int = 8
     background: int = 12
-    background_prompt_tokens: int = 128  # both are means, drawn like a mix
-    background_output_tokens: int = 64
+    background_prompt_tokens: int = 64  # both are means, drawn like a mix
+    background_output_tokens: int = 96  # long against the prompts: chunks of 16 tokens must be enough to keep all places taken
     requests: int = 12
     prompt_tokens: int = 64
     output_tokens: int = 16
     most_pause_steps: int = 8
 
 
-QUICK = Sizes(background_prompt_tokens=32, background_output_tokens=16, requests=3, prompt_tokens=32, output_tokens=6)
+QUICK = Sizes(background_prompt_tokens=16, background_output_tokens=24, requests=3, prompt_tokens=32, output_tokens=6)
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +57,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     inter_token_ms: Tail
     queue_ms: Tail
     background_tokens_per_s: Spread  # drawn, while the foreground was measured
+    running_at_arrival: Spread  # sequences in places when a request came
     preemptions: int
     output_tokens: int  # of the foreground, in all runs
 
@@ -78,6 +79,7 @@ class Priorities(msgspec.Struct, frozen=True, kw_only=True):
 @dataclass(frozen=True, slots=True)
 class _Run:
     streams: list[Stream]
+    running: list[float]  # when each stream came
     background_per_s: float
     preemptions: int
 
@@ -150,12 +152,13 @@ def _run(subject: Subject, sizes: Sizes, variant: Variant, seed: int, number: ob
         drive.step()
     pauses = workloads.generator("pauses", seed, number)
     started, tokens, preemptions = drive.now(), background.tokens, drive.engine.stats.preemptions
-    streams = []
+    streams, running = [], []
     for index in range(sizes.requests):
         for _ in range(pauses.randint(0, sizes.most_pause_steps)):
             background.fill()
             drive.step()
         prompt = workloads.prompt(sizes.prompt_tokens, subject.vocab_size, seed, "foreground", number, index)
+        running.append(float(drive.engine.stats.running))
         stream = drive.add(prompt, sizes.output_tokens, priority=variant.foreground, client="foreground")
         streams.append(stream)
         while not stream.finish:
@@ -163,6 +166,7 @@ def _run(subject: Subject, sizes: Sizes, variant: Variant, seed: int, number: ob
             drive.step()
     run = _Run(
         streams,
+        running,
         background_per_s=(background.tokens - tokens) / (drive.now() - started),
         preemptions=drive.engine.stats.preemptions - preemptions,
     )
@@ -178,6 +182,7 @@ def _row(variant: Variant, runs: list[_Run]) -> Row:
         inter_token_ms=tail([gap for stream in streams for gap in stream.gaps_ms]),
         queue_ms=tail([stream.usage.queue_ms for stream in streams if stream.usage]),
         background_tokens_per_s=spread([run.background_per_s for run in runs]),
+        running_at_arrival=spread([running for run in runs for running in run.running]),
         preemptions=sum(run.preemptions for run in runs),
         output_tokens=sum(len(stream.times) for stream in streams),
     )
@@ -187,13 +192,25 @@ def table(result: Priorities) -> Table:
     return Table(
         f"Priorities: {result.requests} requests of {result.prompt_tokens} tokens, {result.output_tokens} out, one at a time, "
         f"beside {result.background} in {result.places} places; {result.rounds} rounds",
-        ("foreground", "first token p50", "p95", "p99", "inter-token p50", "p95", "p99", "background tok/s", "preemptions"),
+        (
+            "foreground",
+            "first token p50",
+            "p95",
+            "p99",
+            "inter-token p50",
+            "p95",
+            "p99",
+            "background tok/s",
+            "running",
+            "preemptions",
+        ),
         [
             (
                 row.variant,
                 *map(one, (row.first_token_ms.p50, row.first_token_ms.p95, row.first_token_ms.p99)),
                 *map(one, (row.inter_token_ms.p50, row.inter_token_ms.p95, row.inter_token_ms.p99)),
                 figure(row.background_tokens_per_s),
+                figure(row.running_at_arrival, 0),
                 str(row.preemptions),
             )
             for row in result.rows

@@ -6,6 +6,7 @@ import pytest
 
 from engine.bench import latency, prefix, priorities, throughput, utilisation, workloads
 from engine.bench.workloads import Mix
+from engine.scheduler.pacing import LEAST_TOKENS
 from tests.engine.bench.virtual_subject import STEP_MS, TOKEN_MS, said, virtual_subject
 
 
@@ -44,19 +45,24 @@ def test_prefix_hits_are_to_the_token_and_save_their_time() -> None:
 
 def test_latency_tells_what_a_long_prompt_costs_a_stream() -> None:
     result = latency.measure(virtual_subject(), latency.Sizes(), 1, 0, said)
-    by_target = {row.target_ms: row for row in result.rows}
-    assert list(by_target) == [50.0, 100.0, 200.0, None]
-    for target, row in by_target.items():
+    assert [row.target_ms for row in result.rows] == [None, 50.0, 100.0, 200.0, None]
+    for row in result.rows:
         assert row.alone_ms.p50 == row.alone_ms.most == pytest.approx(STEP_MS + TOKEN_MS)
         assert row.alone_ms.count == 3 * 48
         assert row.beside_ms.count == row.chunk_tokens.count, "a gap for each chunk"
         assert row.stream_tokens == 1 + row.alone_ms.count + row.beside_ms.count + row.adapting_ms.count
-        if target is None:
-            assert (row.reachable, row.p95_over_target, row.within_allowance) == (None, None, None)
+        if row.target_ms is None:
+            assert (row.decode_reaches, row.chunks_reach, row.p95_over_target, row.within_allowance) == (None,) * 4
         else:
-            assert row.reachable and row.within_allowance
-            assert row.p95_over_target == pytest.approx(row.beside_ms.p95 / target)
-            assert row.beside_ms.p95 <= 1.5 * target
+            assert row.decode_reaches and row.chunks_reach and row.within_allowance
+            assert row.p95_over_target == pytest.approx(row.beside_ms.p95 / row.target_ms)
+            assert row.beside_ms.p95 <= 1.5 * row.target_ms
+
+
+def test_the_first_variant_has_the_shortest_chunks_there_are() -> None:
+    row = latency.measure(virtual_subject(), latency.Sizes(), 1, 0, said).rows[0]
+    assert row.chunk_tokens.least == row.chunk_tokens.most == LEAST_TOKENS and row.chunk_tokens.count == 4000 / LEAST_TOKENS
+    assert row.beside_ms.most == pytest.approx(STEP_MS + (1 + LEAST_TOKENS) * TOKEN_MS)
 
 
 def test_without_a_target_chunks_are_all_that_a_step_may_take() -> None:
@@ -69,17 +75,25 @@ def test_without_a_target_chunks_are_all_that_a_step_may_take() -> None:
     assert row.first_token_ms.median == pytest.approx(8 * STEP_MS + (4000 + 8) * TOKEN_MS)
 
 
-def test_a_target_below_a_decode_step_is_told_to_be_out_of_reach() -> None:
-    gaps = [2.0 * STEP_MS] * 40
-    run = latency._Run(alone=gaps, adapting=gaps, beside=[4 * STEP_MS] * 40, first_token_ms=1.0, chunks=[16.0], tokens=3)
-    row = latency._row(1.5 * STEP_MS, [run])
-    assert row.reachable is False and row.within_allowance is False
-    assert row.p95_over_target == pytest.approx(4 / 1.5)
-    assert "out of reach here, a decode step alone takes 20.0 ms" in latency._verdict(row)
-    reached = latency._row(2.5 * STEP_MS, [run])
-    assert reached.reachable and not reached.within_allowance
-    assert "p95 ABOVE 1.5 times" in latency._verdict(reached)
-    assert "p95 within 1.5 times" in latency._verdict(latency._row(4 * STEP_MS, [run]))
+@pytest.mark.parametrize(
+    ("target_ms", "shortest_ms", "reached", "verdict"),
+    [
+        (15.0, 35.0, (False, False, False), "out of reach here, a decode step alone takes 20.0 ms"),
+        (25.0, 35.0, (True, False, False), "out of reach beside a long prompt"),
+        (25.0, 24.0, (True, True, False), "p95 ABOVE 1.5 times"),
+        (30.0, 35.0, (True, False, True), "out of reach beside a long prompt"),
+        (30.0, 25.0, (True, True, True), "p95 within 1.5 times"),
+    ],
+)
+def test_a_target_is_judged_by_what_the_machine_can_do(
+    target_ms: float, shortest_ms: float, reached: tuple[bool, bool, bool], verdict: str
+) -> None:
+    """A decode step of 20 ms alone, and 40 ms beside a prompt."""
+    run = latency._Run(alone=[20.0] * 40, adapting=[30.0], beside=[40.0] * 40, first_token_ms=1.0, chunks=[16.0], tokens=3)
+    row = latency._row(latency.Variant("it", target_ms, target_ms), [run], shortest_ms)
+    assert (row.decode_reaches, row.chunks_reach, row.within_allowance) == reached
+    assert row.p95_over_target == pytest.approx(40 / target_ms)
+    assert verdict in latency._verdict(row)
 
 
 def test_latency_fits_a_short_context() -> None:
@@ -96,6 +110,7 @@ def test_the_background_keeps_the_engine_full() -> None:
         assert row.output_tokens == 2 * 12 * 16
         assert (row.first_token_ms.count, row.queue_ms.count) == (24, 24)
         assert row.inter_token_ms.count == 24 * 15
+        assert row.running_at_arrival.median == (0 if row.variant == "alone" else 8)
         assert (row.background_tokens_per_s.least == 0) == (row.variant == "alone")
         assert row.first_token_ms.p50 >= STEP_MS + 64 * TOKEN_MS - 1e-9, "a prompt of 64 tokens in one step of its own"
     alone = by_name["alone"]
