@@ -38,9 +38,7 @@ class CacheRun:
         prompt_tokens: int | None = None,
     ) -> Lease:
         prompt = len(tokens) if prompt_tokens is None else prompt_tokens
-        lease = self.cache.open(
-            namespace or Namespace(), tokens, retention=retention, pin=pin, prompt_tokens=prompt, now=self.now
-        )
+        lease = self.cache.open(namespace or Namespace(), tokens, retention=retention, pin=pin, prompt_tokens=prompt, now=self.now)
         self.leases.append(lease)
         self.check()
         return lease

@@ -1,10 +1,10 @@
-"""Random lives of leases over eight kinds of layout, every page that is read checked, every account balanced after each operation."""
+"""Random lives of leases over eight layouts: every page that is read is checked, every account balanced after each operation."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,6 +25,7 @@ LAYOUTS: list[tuple[Kind, ...]] = [
     (None, "state"),
     (40, "state"),
 ]
+UNWINDOWED = [layout for layout in LAYOUTS if not any(isinstance(kind, int) for kind in layout)]
 NAMESPACES = [Namespace(), Namespace(salt="a"), Namespace(adapter="b")]
 OPERATIONS = 150
 
@@ -32,14 +33,14 @@ OPERATIONS = 150
 class Life:
     """Operations by weight: mostly leases that come, grow and go, and now and then something that shakes the whole cache."""
 
-    def __init__(self, layout: tuple[Kind, ...], pages: int, sharing: bool, chance: random.Random) -> None:
+    def __init__(self, layout: tuple[Kind, ...], pages: int, sharing: bool, chance: random.Random, *, pins: bool = True) -> None:
         self.run = CacheRun(layout, [pages + 2 * (kind == "state") for kind in layout], sharing=sharing)
-        self.cache, self.chance = self.run.cache, chance
+        self.cache, self.chance, self.pins = self.run.cache, chance, pins
         self.histories: list[tuple[Namespace, tuple[int, ...]]] = []
         self.seen: Counter[str] = Counter()
         self.operations: list[Callable[[], object]] = [self.open, self.feed, self.retry, self.close, self.discard, self.wait]
-        self.operations += [self.expire, self.grow, self.clear]
-        self.weights = [25, 45, 6, 12, 3, 6, 1, 1, 0.5]
+        self.operations += [self.expire, self.grow, self.clear, self.fork]
+        self.weights = [25, 45, 6, 12, 3, 6, 1, 1, 0.5, 8]
 
     def live(self) -> None:
         for operation in self.chance.choices(self.operations, self.weights, k=OPERATIONS):
@@ -49,8 +50,17 @@ class Life:
 
     def open(self) -> None:
         """A prompt of few kinds, so that many begin alike; or what somebody wrote, and more."""
-        namespace, tokens = self._prompt()
-        pin = self.chance.choice([None, None, None, True, False])
+        self._open(*self._prompt())
+
+    def fork(self) -> None:
+        """Another sequence that begins like one that runs, to some token or to the last."""
+        if self.run.leases:
+            parent = self._some()
+            same = self.chance.choice([len(parent.tokens), self.chance.randint(1, len(parent.tokens))])
+            self._open(parent.namespace, [*parent.tokens[:same], self.chance.randint(0, 9)])
+
+    def _open(self, namespace: Namespace, tokens: list[int]) -> None:
+        pin = self.chance.choice([None, None, None, True, False]) if self.pins else None
         if pin and not self.cache.can_pin(len(tokens), 40, self._promised()):
             pin = None
         fits = [spare for spare in range(14) if self.cache.can_start(namespace, tokens, spare)]
@@ -62,6 +72,7 @@ class Life:
         self.seen["hit"] += lease.hit > 0
         self.seen["copied"] += any(kind != "state" for kind in self.run.kinds) and lease.hit % PAGE_TOKENS > 0
         assert lease.hit <= probed <= len(tokens) - 1
+        assert probed <= self._longest(namespace, tokens), "more than there is"
         if pin is not False and self.run.sharing and set(self.run.kinds) <= {None, "latent"}:
             assert probed == self._longest(namespace, tokens), "not the longest prefix that is there"
             assert lease.hit >= probed // PAGE_TOKENS * PAGE_TOKENS
@@ -137,20 +148,27 @@ class Life:
 
     def _longest(self, namespace: Namespace, tokens: list[int]) -> int:
         """By looking at every page: what a slot holds is known to the memory, whether it counts to the pages' holders."""
+        if not self.run.sharing:
+            return 0
         held = [set(pages) for pages in self.cache.held()]
         present = {
             (group, written[1])
             for (group, page, _), written in self.run.memory.items()
             if page in held[group] and written[0] == namespace and self._computed(group, page, written[1])
         }
-        groups = range(len(self.run.kinds))
-        for length in range(len(tokens) - 1, 0, -1):
-            if all((group, tuple(tokens[:n])) in present for group in groups for n in range(1, length + 1)):
-                return length
-        return 0
+        lengths = range(len(tokens) - 1, 0, -1)
+        return next((n for n in lengths if all((g, tuple(tokens[:end])) in present for g, end in self._wanted(n))), 0)
+
+    def _wanted(self, length: int) -> Iterator[tuple[int, int]]:
+        """(group, tokens up to and with the one that a slot must hold) of all that a query after `length` tokens looks at."""
+        for group, kind in enumerate(self.run.kinds):
+            first = length if kind == "state" else max(0, length - kind + 1) + 1 if isinstance(kind, int) else 1
+            yield from ((group, end) for end in range(first, length + 1))
 
     def _computed(self, group: int, page: int, written: tuple[int, ...]) -> bool:
         """Whether the cache knows of it: a step that failed has written, too, and a page keeps what it held when it is free."""
+        if self.run.kinds[group] == "state":
+            return any(node.pages[group] == page and node.end == len(written) for node in self.cache._tree.nodes())
         number = (len(written) - 1) // PAGE_TOKENS
         for lease in self.run.leases:
             if number < len(lease.pages[group]) and lease.pages[group][number] == page and not lease.copies:
@@ -177,6 +195,26 @@ def test_every_page_that_is_read_is_the_right_one_and_every_account_balances(
     layout: tuple[Kind, ...], pages: int, sharing: bool, seed: int
 ) -> None:
     Life(layout, pages, sharing, random.Random(seed)).live()
+
+
+@settings(deadline=None, max_examples=100)
+@given(layout=st.sampled_from(UNWINDOWED), pages=st.integers(4, 14), spare=st.integers(0, 4), seed=st.integers(0, 1 << 32))
+def test_what_can_start_can_finish_and_leaves_what_is_to_spare(layout: tuple[Kind, ...], pages: int, spare: int, seed: int) -> None:
+    """All its pages taken at once, and then fed token by token."""
+    life = Life(layout, pages, True, random.Random(seed), pins=False)
+    life.live()
+    run, cache = life.run, life.cache
+    for _ in range(20):
+        namespace, tokens = life._prompt()
+        if not cache.can_start(namespace, tokens, spare):
+            continue
+        lease = run.open(tokens, namespace=namespace)
+        assert cache.room(lease) >= len(tokens)
+        cache.extend(lease, len(tokens))
+        while lease.computed < len(tokens):
+            assert run.feed(lease, 1), "what could start is stuck"
+            assert all(group.at_hand >= spare for group in cache.groups if group.grows), "less is at hand than was promised"
+        run.close(lease)
 
 
 def test_the_lives_above_are_full_of_incident() -> None:
