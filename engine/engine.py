@@ -190,6 +190,10 @@ class Engine:
         self._context_tokens = context_tokens
         self._stats = self._measure(0.0, None)
 
+    def held_pages(self) -> list[int]:
+        """Of each group, how many pages hold something."""
+        return [len(pages) for pages in self._cache.held()]
+
     def cache_filled(self) -> tuple[int, int]:
         """(slots that hold a computed token, slots) of all pages in use or cached."""
         return self._cache.filled()

@@ -15,7 +15,7 @@ from engine.cache.layout import CacheGroup, CacheLayout
 
 def context_pages(layout: CacheLayout, context_tokens: int) -> tuple[int, ...]:
     """Pages of each group that one sequence of `context_tokens` tokens cannot do without."""
-    return tuple(most_pages(group.window_tokens, context_tokens) for group in layout.groups)
+    return tuple(1 if group.kind == "state" else most_pages(group.window_tokens, context_tokens) for group in layout.groups)
 
 
 def pages_bytes(layout: CacheLayout, pages: Sequence[int]) -> int:
@@ -41,7 +41,12 @@ def pages_for_budget(
 
 
 def _useful_pages(group: CacheGroup, context_tokens: int, max_sequences: int, max_step_tokens: int) -> int:
-    """Pages that `max_sequences` sequences can fill. In a window group a chunk is written before the window moves past it."""
+    """Pages that `max_sequences` sequences can fill. In a window group a chunk is written before the window moves past it.
+
+    Of states each sequence has the one it lives by, and as many again hold prefixes.
+    """
+    if group.kind == "state":
+        return 2 * max_sequences
     chunk = 0 if group.window_tokens is None else pages_for(max_step_tokens)
     return min(
         max_sequences * most_pages(group.window_tokens, context_tokens) + chunk,

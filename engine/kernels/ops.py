@@ -1,8 +1,9 @@
 """The operations a backend offers to the decoder and the executor. The docstrings are the contract.
 
 Not here: any implementation. `reference/` is the plain torch one and the oracle of every other, under the same file stems.
-Letters: T tokens of the step, N sampled rows, H hidden, Hq / Hk query and key-value heads, D head size, F feed-forward size, V
-vocabulary, P pages, B = PAGE_TOKENS tokens a page. "Compute type": float64 for float64 activations, else float32.
+Letters: T tokens of the step, R rows, N sampled rows, H hidden, Hq / Hk query and key-value heads, D head size, S state size, F
+feed-forward size, V vocabulary, P pages, B = PAGE_TOKENS tokens a page. "Compute type": float64 for float64 activations, else
+float32.
 Tolerance, where none is given: the formula evaluated in the compute type, then rounded once to the type of the result.
 Invariant: no result depends on other rows' values, NaN or infinity included, nor on what lies in a page beyond a row's tokens.
 """
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from engine.cache.layout import Plane
 from engine.models.spec import Activation, AttentionSpec, RopeSpec
+from engine.runtime.batch import PAGE_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,17 @@ class AttentionRow:
     tree: Sequence[int] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class RecurrenceRow:
+    """Tokens start .. start + count - 1 of the step: new tokens of one sequence. `page` has its state; None: it begins, from 0."""
+
+    start: int
+    count: int
+    page: int | None
+
+
 AttentionPlan = Any  # what a backend derives from the rows once per step and cache group
+RecurrencePlan = Any
 
 
 class Ops(Protocol):
@@ -133,8 +145,8 @@ class Ops(Protocol):
 
     # --- cache
 
-    def allocate_plane(self, pages: int, plane: Plane) -> Tensor:
-        """[pages, B, *plane.shape] in plane.dtype, zeroed, on the backend's device."""
+    def allocate_plane(self, pages: int, plane: Plane, page_slots: int = PAGE_TOKENS) -> Tensor:
+        """[pages, page_slots, *plane.shape] in plane.dtype, zeroed, on the backend's device. Raises MemoryError."""
         ...
 
     def write_kv(self, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
@@ -163,6 +175,25 @@ class Ops(Protocol):
         the last plain token, its ancestors and itself. With a window W, logical distance < W also holds (a draft's logical
         position is the last plain token's plus its depth). Tolerance: float32 1e-5 relative to max |v|.
         """
+        ...
+
+    # --- recurrence
+
+    def plan_recurrence(self, rows: Sequence[RecurrenceRow]) -> RecurrencePlan:
+        """What `recur` needs to know about the rows of a step, for one state group. The rows cover tokens 0..T-1 in order."""
+        ...
+
+    def recur(self, u: Tensor, decay: Tensor, states: Tensor, plan: RecurrencePlan) -> tuple[Tensor, Tensor]:
+        """u [T, S], decay [S], states [P, 1, S] -> s after every token [T, S] in u's type, and after each row's last [R, S].
+
+        s[t] = decay * s[t-1] + u[t], a row's first s[t-1] being its page of `states`, or zeros. One token after another, each
+        product and each sum rounded to the type of `states`, which is also the type of the second result: so the same to the
+        bit however a sequence is cut into rows, given equal u. Writes nothing.
+        """
+        ...
+
+    def write_states(self, new: Tensor, states: Tensor, pages: Tensor) -> None:
+        """states[pages, 0] = new; new [R, S] of the same type, pages int64 [R], all different. Takes no memory, so cannot fail."""
         ...
 
     # --- logits of sampled rows

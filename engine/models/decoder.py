@@ -1,8 +1,8 @@
 """The one decoder: a ModelSpec and named weights, run over any backend's Ops.
 
 Owned here: the order of operations in a layer and what our parameter names mean. Not here: arithmetic (kernels), batching and
-pages (runtime). There is no prefill or decode: a batch is T new tokens of some sequences. Invariant: a layer difference is a
-value in the spec, never a branch on a model's name.
+pages (runtime). There is no prefill or decode: a batch is T new tokens of some sequences. Invariants: a layer difference is a
+value in the spec, never a branch on a model's name; no recurrent state is written, for a step that fails later must not move it.
 """
 
 from __future__ import annotations
@@ -13,16 +13,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.kernels.ops import AttentionPlan, LayerCache, Linear, Ops
-from engine.models.spec import LayerSpec, ModelSpec, NormSpec, RopeSpec
+from engine.kernels.ops import AttentionPlan, LayerCache, Linear, Ops, RecurrencePlan
+from engine.models.spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec, RecurrenceSpec, RopeSpec
 
 
 @dataclass(frozen=True, slots=True)
-class GroupBatch:
-    """What a step means for one cache group."""
+class AttentionBatch:
+    """What a step means for one group of attention layers."""
 
     slots: Tensor  # int64 [T]: flat cache slot of each token
     plan: AttentionPlan
+
+
+@dataclass(frozen=True, slots=True)
+class StateBatch:
+    """What a step means for one group of recurrent layers."""
+
+    pages: Tensor  # int64 [R]: where the rows' new states belong
+    plan: RecurrencePlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +40,25 @@ class DeviceBatch:
     tokens: Tensor  # int64 [T]
     positions: Tensor  # int64 [T], logical: what RoPE turns by
     sampled: Tensor  # int64 [N], indices into T
-    groups: tuple[GroupBatch, ...]
+    groups: tuple[AttentionBatch | StateBatch, ...]
     adapters: Tensor | None = None  # int64 [T]
 
 
 @dataclass(frozen=True, slots=True)
-class KvCache:
-    """Per layer of the model: its planes, and which cache group they belong to."""
+class Cache:
+    """Per layer of the model: its planes (a state's is [P, 1, S]), and which cache group they belong to."""
 
-    layers: tuple[LayerCache, ...]
+    layers: tuple[LayerCache | Tensor, ...]
     group_of_layer: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NewState:
+    """What a recurrent layer keeps of each row after the step [R, S], not yet written to pages of its plane."""
+
+    values: Tensor
+    plane: Tensor
+    pages: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,21 +69,36 @@ class _Norm:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
-    spec: LayerSpec
+class _Attention:
+    spec: AttentionSpec
     q: Linear
     k: Linear
     v: Linear
+    q_norm: _Norm | None
+    k_norm: _Norm | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Recurrence:
+    into: Linear
+    decay: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    spec: LayerSpec
+    mixer: _Attention | _Recurrence
     o: Linear
     gate: Linear | None
     up: Linear
     down: Linear
     mixer_norm: _Norm
     ffn_norm: _Norm
-    q_norm: _Norm | None
-    k_norm: _Norm | None
     mixer_post_norm: _Norm | None
     ffn_post_norm: _Norm | None
+
+
+_Tables = Mapping[RopeSpec, tuple[Tensor, Tensor]]
 
 
 class Decoder:
@@ -81,39 +113,46 @@ class Decoder:
         self._layers = tuple(_layer(weights, f"layers.{i}", layer) for i, layer in enumerate(spec.layers))
         self._compute = torch.float64 if self._embed.dtype == torch.float64 else torch.float32
 
-    def forward(self, batch: DeviceBatch, cache: KvCache) -> Tensor:
-        """Runs the step's tokens, writing their keys and values into `cache`. Returns the sampled tokens' logits [N, V]."""
+    def forward(self, batch: DeviceBatch, cache: Cache) -> tuple[Tensor, list[NewState]]:
+        """Runs the step's tokens, writing their keys and values into `cache`. Returns the sampled tokens' logits [N, V], and the
+        new states of recurrent layers, to be written once nothing of the step can fail any more."""
         ops = self._ops
+        states: list[NewState] = []
         x = ops.embed(batch.tokens, self._embed, self.spec.embedding_scale)
         tables = self._rope_tables(batch.positions)
         for i, layer in enumerate(self._layers):
-            x = self._mix(x, i, batch, cache, tables)
+            h = self._normalise(x, layer.mixer_norm)
+            h = self._mix(h, i, batch, cache, tables, states)
+            x = self._add(x, h, layer.o, layer.mixer_post_norm, batch.adapters)
             x = self._feed_forward(x, layer, batch.adapters)
         x = self._normalise(ops.take_rows(x, batch.sampled), self._final_norm)
         slots = None if batch.adapters is None else batch.adapters[batch.sampled]
-        return ops.logits(x, self._head, self.spec.logit_scale, self.spec.logit_softcap, slots)
+        return ops.logits(x, self._head, self.spec.logit_scale, self.spec.logit_softcap, slots), states
 
-    def _mix(
-        self,
-        x: Tensor,
-        index: int,
-        batch: DeviceBatch,
-        cache: KvCache,
-        tables: Mapping[RopeSpec, tuple[Tensor, Tensor]],
+    def _mix(self, h: Tensor, index: int, batch: DeviceBatch, cache: Cache, tables: _Tables, states: list[NewState]) -> Tensor:
+        mixer, planes, group = self._layers[index].mixer, cache.layers[index], batch.groups[cache.group_of_layer[index]]
+        if isinstance(mixer, _Attention):
+            assert isinstance(planes, LayerCache) and isinstance(group, AttentionBatch)
+            return self._attend(h, mixer, planes, group, batch.adapters, tables)
+        assert isinstance(planes, Tensor) and isinstance(group, StateBatch)
+        u = self._ops.linear(h, mixer.into, batch.adapters)
+        after, new = self._ops.recur(u, mixer.decay, planes, group.plan)
+        states.append(NewState(new, planes, group.pages))
+        return after
+
+    def _attend(
+        self, h: Tensor, mixer: _Attention, planes: LayerCache, group: AttentionBatch, adapters: Tensor | None, tables: _Tables
     ) -> Tensor:
-        ops, layer, planes = self._ops, self._layers[index], cache.layers[index]
-        spec, group = layer.spec.mixer, batch.groups[cache.group_of_layer[index]]
-        h = self._normalise(x, layer.mixer_norm)
-        q, k, v = ops.project_qkv(h, layer.q, layer.k, layer.v, batch.adapters)
+        ops, spec = self._ops, mixer.spec
+        q, k, v = ops.project_qkv(h, mixer.q, mixer.k, mixer.v, adapters)
         q = q.view(-1, spec.heads, spec.head_dim)
         k, v = k.view(-1, spec.kv_heads, spec.head_dim), v.view(-1, spec.kv_heads, spec.head_dim)
-        if layer.q_norm and layer.k_norm:
-            q, k = self._normalise(q, layer.q_norm), self._normalise(k, layer.k_norm)
+        if mixer.q_norm and mixer.k_norm:
+            q, k = self._normalise(q, mixer.q_norm), self._normalise(k, mixer.k_norm)
         if spec.rope:
             q, k = ops.rotate(q, *tables[spec.rope]), ops.rotate(k, *tables[spec.rope])
         ops.write_kv(k, v, planes, group.slots)
-        mixed = ops.attend(q, planes, group.plan, spec)
-        return self._add(x, mixed, layer.o, layer.mixer_post_norm, batch.adapters)
+        return ops.attend(q, planes, group.plan, spec)
 
     def _feed_forward(self, x: Tensor, layer: _Layer, adapters: Tensor | None) -> Tensor:
         activation = layer.spec.ffn.activation
@@ -134,8 +173,8 @@ class Decoder:
             return self._ops.rms_norm(x, norm.weight, norm.spec.epsilon)
         return self._ops.layer_norm(x, norm.weight, norm.bias, norm.spec.epsilon)
 
-    def _rope_tables(self, positions: Tensor) -> dict[RopeSpec, tuple[Tensor, Tensor]]:
-        ropes = {layer.spec.mixer.rope for layer in self._layers} - {None}
+    def _rope_tables(self, positions: Tensor) -> _Tables:
+        ropes = {layer.mixer.spec.rope for layer in self._layers if isinstance(layer.mixer, _Attention)} - {None}
         return {rope: self._ops.rope_tables(positions, rope, self._compute) for rope in ropes if rope}
 
 
@@ -147,25 +186,34 @@ def _linear(weights: Mapping[str, Tensor], name: str, bias: bool) -> Linear:
     return Linear(weights[name], weights[f"{name}.bias"] if bias else None)
 
 
+def _optional_norm(weights: Mapping[str, Tensor], name: str, spec: NormSpec | None) -> _Norm | None:
+    return None if spec is None else _norm(weights, name, spec)
+
+
+def _mixer(weights: Mapping[str, Tensor], at: str, spec: AttentionSpec | RecurrenceSpec) -> _Attention | _Recurrence:
+    if isinstance(spec, RecurrenceSpec):
+        return _Recurrence(_linear(weights, f"{at}.in", spec.in_bias), weights[f"{at}.decay"])
+    return _Attention(
+        spec=spec,
+        q=_linear(weights, f"{at}.q", spec.qkv_bias),
+        k=_linear(weights, f"{at}.k", spec.qkv_bias),
+        v=_linear(weights, f"{at}.v", spec.qkv_bias),
+        q_norm=_optional_norm(weights, f"{at}.q_norm", spec.qk_norm),
+        k_norm=_optional_norm(weights, f"{at}.k_norm", spec.qk_norm),
+    )
+
+
 def _layer(weights: Mapping[str, Tensor], at: str, spec: LayerSpec) -> _Layer:
-    mixer, ffn = spec.mixer, spec.ffn
-
-    def optional(name: str, norm: NormSpec | None) -> _Norm | None:
-        return None if norm is None else _norm(weights, f"{at}.{name}", norm)
-
+    ffn = spec.ffn
     return _Layer(
         spec=spec,
-        q=_linear(weights, f"{at}.q", mixer.qkv_bias),
-        k=_linear(weights, f"{at}.k", mixer.qkv_bias),
-        v=_linear(weights, f"{at}.v", mixer.qkv_bias),
-        o=_linear(weights, f"{at}.o", mixer.out_bias),
+        mixer=_mixer(weights, at, spec.mixer),
+        o=_linear(weights, f"{at}.o", spec.mixer.out_bias),
         gate=_linear(weights, f"{at}.gate", ffn.bias) if ffn.gated else None,
         up=_linear(weights, f"{at}.up", ffn.bias),
         down=_linear(weights, f"{at}.down", ffn.bias),
         mixer_norm=_norm(weights, f"{at}.mixer_norm", spec.mixer_norm),
         ffn_norm=_norm(weights, f"{at}.ffn_norm", spec.ffn_norm),
-        q_norm=optional("q_norm", mixer.qk_norm),
-        k_norm=optional("k_norm", mixer.qk_norm),
-        mixer_post_norm=optional("mixer_post_norm", spec.mixer_post_norm),
-        ffn_post_norm=optional("ffn_post_norm", spec.ffn_post_norm),
+        mixer_post_norm=_optional_norm(weights, f"{at}.mixer_post_norm", spec.mixer_post_norm),
+        ffn_post_norm=_optional_norm(weights, f"{at}.ffn_post_norm", spec.ffn_post_norm),
     )

@@ -2,7 +2,7 @@
 
 A family (engine/models/families) translates a checkpoint's config into a ModelSpec; nothing below reads config keys again.
 Per-layer differences are fields with values, never booleans keyed on a model's name.
-Shapes: H hidden size, Hq / Hk query / key-value heads, D head size, F feed-forward size, V vocabulary.
+Shapes: H hidden size, Hq / Hk query / key-value heads, D head size, S state size, F feed-forward size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -49,6 +49,18 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class RecurrenceSpec:
+    """A plain linear recurrence with a diagonal state: s[t] = decay * s[t-1] + B x[t], y[t] = C s[t], from s[-1] = 0.
+
+    `decay` is a parameter of S numbers, used as it is stored; B is [S, H] and C is [H, S].
+    """
+
+    size: int  # S: all that is kept of a sequence, however long it is
+    in_bias: bool = False  # added to B x
+    out_bias: bool = False  # added to C s
+
+
+@dataclass(frozen=True, slots=True)
 class MlpSpec:
     hidden: int  # F
     activation: Activation
@@ -58,7 +70,7 @@ class MlpSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    mixer: AttentionSpec
+    mixer: AttentionSpec | RecurrenceSpec
     ffn: MlpSpec
     mixer_norm: NormSpec
     ffn_norm: NormSpec

@@ -7,21 +7,22 @@ memory plan says that it fits, and whatever runs other than asked has a line in 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import msgspec
 import torch
 
 from engine import platform
+from engine.built import Built, EngineOptions, NeedsReload
 from engine.cache.layout import CacheLayout, cache_layout
-from engine.cache.pool import context_pages
+from engine.cache.pool import context_pages, pages_bytes
 from engine.engine import Engine
-from engine.errors import CavectlError
-from engine.models.families import family_for
-from engine.models.spec import ModelSpec
+from engine.errors import CavectlError, InvalidRequest
+from engine.models.families import Family, family_for
+from engine.models.spec import ModelSpec, ParameterInfo
 from engine.runtime.batch import PAGE_TOKENS
-from engine.runtime.memory import MemoryPlan, plan_memory
+from engine.runtime.memory import MemoryPlan, plan_growth, plan_memory
 from engine.runtime.torch_executor import TorchExecutor
 from engine.types import LoadedInfo, ModelInfo, WorkerConfig
 from engine.weights.loader import load_weights
@@ -36,22 +37,29 @@ class _Model:
 
     config: WorkerConfig
     info: ModelInfo
+    family: Family
     spec: ModelSpec
+    parameters: Mapping[str, ParameterInfo]
     layout: CacheLayout
     memory: MemoryPlan
     weights: dict[str, torch.Tensor]
     warnings: list[str]  # of the file, its config and its tensors
 
 
-def build_engine(config: WorkerConfig, progress: Progress) -> tuple[Engine, LoadedInfo]:
+def build_engine(config: WorkerConfig, progress: Progress) -> Built:
     """Load the model. Raises UnsupportedModel, CorruptFile, OutOfMemory (with both numbers), or device_unavailable."""
     started = time.monotonic()
     backend = _choose_backend(config)
     threads = config.threads or platform.physical_cores()
     torch.set_num_threads(threads)
     model = _read(config, progress)
-    engine = _engine(model)
-    loaded = LoadedInfo(
+    engine = _engine(model, backend)
+    info = _info(config, model, backend, threads, (time.monotonic() - started) * 1e3)
+    return Built(engine, info, _Growth(engine, model, info).grow)
+
+
+def _info(config: WorkerConfig, model: _Model, backend: str, threads: int, load_ms: float) -> LoadedInfo:
+    return LoadedInfo(
         architecture=model.info.architecture,
         backend=backend,
         device=config.device,
@@ -65,10 +73,45 @@ def build_engine(config: WorkerConfig, progress: Progress) -> tuple[Engine, Load
         pages_total=sum(model.memory.pages),
         page_tokens=PAGE_TOKENS,
         threads=threads,
-        load_ms=(time.monotonic() - started) * 1e3,
+        load_ms=load_ms,
         degraded=_degraded(config, model),
     )
-    return engine, loaded
+
+
+class _Growth:
+    """A loaded model whose sequences may become longer."""
+
+    def __init__(self, engine: Engine, model: _Model, info: LoadedInfo) -> None:
+        self._engine, self._model, self._info = engine, model, info
+
+    def grow(self, context_tokens: int) -> LoadedInfo:
+        """What holds once sequences may have `context_tokens`. Raises InvalidRequest, OutOfMemory or NeedsReload."""
+        model = self._model
+        if context_tokens <= model.config.context_tokens:
+            return self._info
+        if context_tokens > model.spec.context_tokens:
+            raise InvalidRequest(
+                f"a context of {context_tokens} tokens was asked for, the model holds {model.spec.context_tokens}",
+                hint="ask for a smaller `ctx` (num_ctx)",
+            )
+        if replace(model.family.spec(model.info.config, context_tokens), notes=()) != replace(model.spec, notes=()):
+            raise NeedsReload("the model's position encoding is made for the context that it was loaded with")
+        config = msgspec.structs.replace(model.config, context_tokens=context_tokens)
+        memory = plan_growth(
+            model.spec,
+            model.parameters,
+            model.layout,
+            model.memory,
+            config=config,
+            held_bytes=pages_bytes(model.layout, self._engine.held_pages()),
+            available_bytes=_free_bytes(config.device),
+        )
+        self._engine.grow(context_tokens, memory.pages)
+        self._model = replace(model, config=config, memory=memory)
+        self._info = msgspec.structs.replace(
+            self._info, context_tokens=context_tokens, kv_bytes=memory.kv_bytes, pages_total=sum(memory.pages)
+        )
+        return self._info
 
 
 def _read(config: WorkerConfig, progress: Progress) -> _Model:
@@ -84,12 +127,12 @@ def _read(config: WorkerConfig, progress: Progress) -> _Model:
         memory = plan_memory(spec, parameters, source.tensors, layout, config=config, available_bytes=available)
         warnings = [*source.info.warnings, *spec.notes]
         weights = load_weights(source, spec, parameters, config.dtype, config.device, progress, warnings.append)
-        return _Model(config, source.info, spec, layout, memory, weights, warnings)
+        return _Model(config, source.info, family, spec, parameters, layout, memory, weights, warnings)
     finally:
         source.close()
 
 
-def _engine(model: _Model) -> Engine:
+def _engine(model: _Model, backend: str) -> Engine:
     config, pages = model.config, model.memory.pages
     executor = TorchExecutor(
         model.spec,
@@ -108,6 +151,20 @@ def _engine(model: _Model) -> Engine:
         context_tokens=config.context_tokens,
         max_step_tokens=config.max_step_tokens,
         max_sequences=config.max_sequences,
+        options=_options(config, backend),
+    )
+
+
+def _options(config: WorkerConfig, backend: str) -> EngineOptions:
+    return EngineOptions(
+        target_step_ms=config.target_step_ms,
+        aging_s=config.aging_s,
+        prefix_cache=config.prefix_cache,
+        chat_retention_s=config.chat_retention_s,
+        rest_retention_s=config.rest_retention_s,
+        accounting_interval_s=config.accounting_interval_s,
+        model=config.model_digest,
+        format=f"{backend} {config.dtype} {config.kv_dtype}",
     )
 
 
@@ -126,9 +183,12 @@ def _choose_backend(config: WorkerConfig) -> str:
 
 def _available_bytes(config: WorkerConfig) -> int:
     """What is free on the device; less when the config grants less, because others may still take what they were promised."""
-    device = config.device
-    free = platform.available_memory_bytes() if device == "cpu" else torch.cuda.mem_get_info(device)[0]
+    free = _free_bytes(config.device)
     return free if config.memory_bytes is None else min(free, config.memory_bytes)
+
+
+def _free_bytes(device: str) -> int:
+    return platform.available_memory_bytes() if device == "cpu" else torch.cuda.mem_get_info(device)[0]
 
 
 def _resident_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from engine.cache.layout import DTYPE_BYTES, CacheLayout
 from engine.cache.pool import context_pages, pages_bytes, pages_for_budget
 from engine.errors import OutOfMemory
-from engine.models.spec import ModelSpec, ParameterInfo
+from engine.models.spec import AttentionSpec, ModelSpec, ParameterInfo
 from engine.types import WorkerConfig
 
 CACHE_SHARE = 0.5  # of what the weights leave free, at most; the rest stays with the machine's other programs
@@ -42,7 +42,7 @@ def workspace_bytes(spec: ModelSpec, parameters: Mapping[str, ParameterInfo], co
     """
     number = max(4, DTYPE_BYTES[config.dtype])
     tokens, context = config.max_step_tokens, config.context_tokens
-    attention = max(layer.mixer.heads for layer in spec.layers) * context
+    attention = max((layer.mixer.heads for layer in spec.layers if isinstance(layer.mixer, AttentionSpec)), default=0) * context
     widest = max(*(layer.ffn.hidden for layer in spec.layers), attention)
     step = tokens * (3 * widest + 8 * spec.hidden) * number + min(config.max_sequences, tokens) * spec.vocab_size * LOGITS_BYTES
     largest = max(math.prod(p.shape) for p in parameters.values())
@@ -76,19 +76,61 @@ def plan_memory(
     budget = config.kv_memory_bytes
     if budget is None:
         budget = max(one, min(FULL_CONTEXTS * one, int(free * CACHE_SHARE)))
-    pages = pages_for_budget(
-        layout,
-        budget,
-        context_tokens=config.context_tokens,
-        max_sequences=config.max_sequences,
-        max_step_tokens=config.max_step_tokens,
-    )
+    pages = _pages(layout, budget, config)
     if not all(pages):
         raise OutOfMemory(
             f"{budget} bytes of cache are less than one page, which takes {sum(g.bytes_per_page for g in layout.groups)}",
             hint="give the cache more memory with --kv-memory",
         )
     return MemoryPlan(weights, workspace, pages, pages_bytes(layout, pages))
+
+
+def plan_growth(
+    spec: ModelSpec,
+    parameters: Mapping[str, ParameterInfo],
+    layout: CacheLayout,
+    present: MemoryPlan,
+    *,
+    config: WorkerConfig,
+    held_bytes: int,
+    available_bytes: int,
+) -> MemoryPlan:
+    """Pages for sequences of `config.context_tokens` in a model that is loaded as `present` says, `held_bytes` of its cache filled.
+
+    No group gets fewer than it has. The weights are there already; what is free must hold the rest of the cache and the work.
+    Raises OutOfMemory when one full context does not fit, or not in the cache size that was asked for.
+    """
+    one = context_pages(layout, config.context_tokens)
+    least = tuple(max(pair) for pair in zip(one, present.pages, strict=True))
+    if config.kv_memory_bytes is not None and least != present.pages:
+        raise OutOfMemory(
+            f"a context of {config.context_tokens} tokens needs {max(one)} cache pages and there are {min(present.pages)}",
+            hint="give the cache more memory with --kv-memory",
+        )
+    workspace = workspace_bytes(spec, parameters, config)
+    free = available_bytes + held_bytes - workspace
+    if config.memory_bytes is not None:
+        free = min(free, config.memory_bytes - present.weight_bytes - workspace)
+    if free < pages_bytes(layout, least):
+        raise OutOfMemory(
+            f"a context of {config.context_tokens} tokens needs {_gb(pages_bytes(layout, least))} of cache and "
+            f"{_gb(max(0, free))} are available",
+            hint="ask for a smaller context (--ctx), or close other programs",
+        )
+    budget = min(FULL_CONTEXTS * pages_bytes(layout, one), int(free * CACHE_SHARE))
+    wanted = _pages(layout, budget, config) if config.kv_memory_bytes is None else least
+    pages = tuple(max(pair) for pair in zip(least, wanted, strict=True))
+    return MemoryPlan(present.weight_bytes, workspace, pages, pages_bytes(layout, pages))
+
+
+def _pages(layout: CacheLayout, budget: int, config: WorkerConfig) -> tuple[int, ...]:
+    return pages_for_budget(
+        layout,
+        budget,
+        context_tokens=config.context_tokens,
+        max_sequences=config.max_sequences,
+        max_step_tokens=config.max_step_tokens,
+    )
 
 
 def _gb(size: int) -> str:

@@ -2,7 +2,8 @@
 
 Owned here: the KV planes, the open sampling slots, and the checks that keep a malformed step from touching either. Not here: which
 pages belong to whom (engine/cache), what to run (engine/scheduler). A step is computed inside `submit`; `collect` hands it over.
-Invariant: an open slot's output grows only when the whole step has succeeded, so a failed step can be submitted again.
+Invariant: an open slot's output grows, and a recurrent state moves, only when the whole step has succeeded, so a failed step can
+be submitted again.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from torch import Tensor
 
 from engine.cache.layout import CacheLayout, KvDtype, cache_layout
 from engine.errors import InvalidRequest
-from engine.kernels.ops import AttentionRow, LayerCache, Ops, layer_cache
+from engine.kernels.ops import AttentionRow, LayerCache, Ops, RecurrenceRow, layer_cache
 from engine.kernels.reference import ReferenceOps
-from engine.models.decoder import Decoder, DeviceBatch, GroupBatch, KvCache
+from engine.models.decoder import AttentionBatch, Cache, Decoder, DeviceBatch, StateBatch
 from engine.models.spec import ModelSpec
 from engine.runtime.batch import FROM_PREVIOUS, NO_PAGE, PAGE_TOKENS, Row, RowOutput, StepInputs, StepOutputs
 from engine.runtime.sampler import SamplingState, sample
@@ -57,11 +58,8 @@ class TorchExecutor:
         self._device, self._max_slots = torch.device(device), max_slots
         self._ops: Ops = ops or ReferenceOps(self._device)
         self._decoder = Decoder(spec, weights, self._ops)
-        self._planes = tuple(
-            {(p.layer, p.name): self._ops.allocate_plane(n, p) for p in group.planes}
-            for group, n in zip(layout.groups, self._pages, strict=True)
-        )
-        self._cache = self._kv_cache()
+        self._planes = self._allocate(self._pages)
+        self._cache = self._layers_of(self._planes)
         self._slots: dict[int, SamplingState] = {}
 
     def submit(self, inputs: StepInputs) -> StepOutputs:
@@ -69,6 +67,7 @@ class TorchExecutor:
         slots = self._slots_after(inputs)
         for row in inputs.rows:
             self._check(row, slots)
+        self._check_states(inputs.rows)
         self._check_copies(inputs.copies)
         with torch.inference_mode():
             self._copy(inputs.copies)
@@ -82,14 +81,35 @@ class TorchExecutor:
     def collect(self, ticket: StepOutputs) -> StepOutputs:
         return ticket
 
+    def grow(self, pages: Sequence[int], held: Sequence[Sequence[int]]) -> None:
+        """All planes are reserved before the first is filled; then each old one goes when it is copied."""
+        planes, old = self._allocate(pages), self._planes
+        self._cache, self._planes = Cache((), ()), ()
+        with torch.inference_mode():
+            for index, group in enumerate(planes):
+                kept = self._ids(held[index])
+                for key, plane in group.items():
+                    plane.index_copy_(0, kept, old[index].pop(key).index_select(0, kept))
+        self._pages, self._planes = tuple(pages), planes
+        self._cache = self._layers_of(planes)
+
     def close(self) -> None:
-        self._planes, self._slots, self._cache = (), {}, KvCache((), ())
+        self._planes, self._slots, self._cache = (), {}, Cache((), ())
+
+    def _allocate(self, pages: Sequence[int]) -> tuple[dict[tuple[int, str], Tensor], ...]:
+        return tuple(
+            {(p.layer, p.name): self._ops.allocate_plane(n, p, group.page_slots) for p in group.planes}
+            for group, n in zip(self._layout.groups, pages, strict=True)
+        )
 
     def _run(self, rows: Sequence[Row], slots: Mapping[int, SamplingState]) -> list[RowOutput]:
-        logits = self._decoder.forward(self._batch(rows, slots), self._cache)
+        logits, states = self._decoder.forward(self._batch(rows, slots), self._cache)
         finite = iter(self._ops.finite(logits).tolist())
         by_row = iter(logits)
-        return [_draw(row, next(by_row), next(finite), slots[row.sampling]) if row.sampling >= 0 else RowOutput() for row in rows]
+        drawn = [_draw(row, next(by_row), next(finite), slots[row.sampling]) if row.sampling >= 0 else RowOutput() for row in rows]
+        for state in states:
+            self._ops.write_states(state.values, state.plane, state.pages)
+        return drawn
 
     def _batch(self, rows: Sequence[Row], slots: Mapping[int, SamplingState]) -> DeviceBatch:
         tokens = [slots[r.sampling].tokens[-1:] if r.tokens == [FROM_PREVIOUS] else r.tokens for r in rows]
@@ -106,7 +126,9 @@ class TorchExecutor:
             adapters=self._ids(chain.from_iterable(adapters)) if any(r.adapter for r in rows) else None,
         )
 
-    def _group_batch(self, rows: Sequence[Row], ends: Sequence[int], group: int) -> GroupBatch:
+    def _group_batch(self, rows: Sequence[Row], ends: Sequence[int], group: int) -> AttentionBatch | StateBatch:
+        if self._layout.groups[group].kind == "state":
+            return self._state_batch(rows, ends, group)
         attention, slots = [], []
         for row, end in zip(rows, ends, strict=True):
             pages, count = row.pages[group], len(row.tokens)
@@ -114,7 +136,14 @@ class TorchExecutor:
             written = range(row.position, row.position + count)
             slots.extend(pages[t // PAGE_TOKENS] * PAGE_TOKENS + t % PAGE_TOKENS for t in written)
         plan = self._ops.plan_attention(attention, self._layout.groups[group].window_tokens)
-        return GroupBatch(self._ids(slots), plan)
+        return AttentionBatch(self._ids(slots), plan)
+
+    def _state_batch(self, rows: Sequence[Row], ends: Sequence[int], group: int) -> StateBatch:
+        recurrence = [
+            RecurrenceRow(end - len(row.tokens), len(row.tokens), row.pages[group][0] if row.position else None)
+            for row, end in zip(rows, ends, strict=True)
+        ]
+        return StateBatch(self._ids(row.pages[group][0] for row in rows), self._ops.plan_recurrence(recurrence))
 
     def _ids(self, values: Iterable[int]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.int64, device=self._device)
@@ -150,12 +179,27 @@ class TorchExecutor:
         if row.position < 0 or len(row.pages) != len(self._layout.groups):
             raise InvalidRequest("a row has a negative position, or not one page list for each cache group")
         for group, pages, total in zip(self._layout.groups, row.pages, self._pages, strict=True):
+            if group.kind == "state":
+                if len(pages) != 1 or not 0 <= pages[0] < total:
+                    raise InvalidRequest(f"a row needs one state of the pool of {total}")
+                continue
             first = 0 if group.window_tokens is None else max(0, row.position - group.window_tokens + 1)
             needed = pages[first // PAGE_TOKENS : -(-end // PAGE_TOKENS)]
             if len(pages) * PAGE_TOKENS < end or not all(0 <= p < total for p in needed):
                 raise InvalidRequest(f"a row's pages do not hold its positions up to {end - 1}")
             if any(p != NO_PAGE and not 0 <= p < total for p in pages):
                 raise InvalidRequest(f"a page is outside the pool of {total}")
+
+    def _check_states(self, rows: Sequence[Row]) -> None:
+        """Two rows cannot move one state, and a tree of drafts has no single one to leave behind."""
+        for index, group in enumerate(self._layout.groups):
+            if group.kind != "state":
+                continue
+            pages = [row.pages[index][0] for row in rows]
+            if len(set(pages)) < len(pages):
+                raise InvalidRequest("two rows have the same state")
+            if any(row.tree is not None for row in rows):
+                raise InvalidRequest("a draft tree needs a model without recurrent layers", code="unsupported")
 
     def _check_copies(self, copies: Sequence[tuple[int, int, int]]) -> None:
         for group, source, target in copies:
@@ -170,15 +214,16 @@ class TorchExecutor:
                 for plane in planes.values():
                     self._ops.copy_pages(plane, sources, targets)
 
-    def _kv_cache(self) -> KvCache:
-        layers: dict[int, LayerCache] = {}
+    def _layers_of(self, planes: Sequence[Mapping[tuple[int, str], Tensor]]) -> Cache:
+        layers: dict[int, LayerCache | Tensor] = {}
         group_of: dict[int, int] = {}
-        for index, (group, planes) in enumerate(zip(self._layout.groups, self._planes, strict=True)):
+        for index, group in enumerate(self._layout.groups):
             for layer in group.layers:
-                layers[layer] = layer_cache({name: plane for (of, name), plane in planes.items() if of == layer})
+                found = {name: plane for (of, name), plane in planes[index].items() if of == layer}
+                layers[layer] = found["state"] if group.kind == "state" else layer_cache(found)
                 group_of[layer] = index
         order = range(len(self._spec.layers))
-        return KvCache(tuple(layers[i] for i in order), tuple(group_of[i] for i in order))
+        return Cache(tuple(layers[i] for i in order), tuple(group_of[i] for i in order))
 
 
 def _draw(row: Row, logits: Tensor, finite: bool, state: SamplingState) -> RowOutput:

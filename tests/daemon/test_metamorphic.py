@@ -1,7 +1,7 @@
 """The same request gives the same text, whatever way it comes and whatever else goes on: a real worker in float64, over HTTP.
 
-Streamed = not; Unix socket = TCP; OpenAI = Ollama; safetensors = F32 GGUF; cold = warm; alone = in company; before = after a reload.
-Greedy and sampled with a seed. Inside the engine (chunks, batches, preemption): tests/engine/test_metamorphic.py.
+Streamed = not; Unix socket = TCP; OpenAI = Ollama; safetensors = F32 GGUF; cold = warm; alone = in company; before = after a
+reload. Greedy and sampled with a seed. Inside the engine (chunks, batches, preemption): tests/engine/test_metamorphic.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The reference backend: every operation in plain torch, on any device. The truth in tests, and the fallback in use.
 
 One file of pure functions per group of operations; `ReferenceOps` gathers them into the contract of engine/kernels/ops.py,
-where each is specified. Clear before fast, yet no Python loop over tokens.
+where each is specified. Clear before fast, yet no Python loop over tokens but in the recurrence, where each waits for the last.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from engine.cache.layout import Plane
-from engine.kernels.ops import AttentionRow
-from engine.kernels.reference import attention, cache, embedding, mlp, norm, rope
+from engine.kernels.ops import AttentionRow, RecurrenceRow
+from engine.kernels.reference import attention, cache, embedding, mlp, norm, recurrence, rope
 from engine.kernels.reference import linear as linears
 from engine.kernels.reference import logits as heads
+from engine.runtime.batch import PAGE_TOKENS
 
 
 class ReferenceOps:
@@ -39,10 +40,15 @@ class ReferenceOps:
     write_kv = staticmethod(cache.write_kv)
     copy_pages = staticmethod(cache.copy_pages)
     attend = staticmethod(attention.attend)
+    recur = staticmethod(recurrence.recur)
+    write_states = staticmethod(recurrence.write_states)
     finite = staticmethod(heads.finite)
 
-    def allocate_plane(self, pages: int, plane: Plane) -> Tensor:
-        return cache.allocate_plane(pages, plane, self.device)
+    def allocate_plane(self, pages: int, plane: Plane, page_slots: int = PAGE_TOKENS) -> Tensor:
+        return cache.allocate_plane(pages, plane, page_slots, self.device)
 
     def plan_attention(self, rows: Sequence[AttentionRow], window: int | None) -> attention.Plan:
         return attention.plan_attention(rows, window, self.device)
+
+    def plan_recurrence(self, rows: Sequence[RecurrenceRow]) -> recurrence.Plan:
+        return recurrence.plan_recurrence(rows, self.device)

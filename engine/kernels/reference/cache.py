@@ -1,4 +1,4 @@
-"""The paged KV cache: planes [pages, PAGE_TOKENS, ...], written by flat slot (page * PAGE_TOKENS + offset) and copied by page."""
+"""The paged cache: planes [pages, slots, ...], keys and values written by flat slot (page * slots + offset), copied by page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from torch import Tensor
 
 from engine.cache.layout import Plane
 from engine.kernels.ops import LayerCache
-from engine.runtime.batch import PAGE_TOKENS
 
 DTYPES: dict[str, torch.dtype] = {
     "float64": torch.float64,
@@ -20,13 +19,16 @@ DTYPES: dict[str, torch.dtype] = {
 }
 
 
-def allocate_plane(pages: int, plane: Plane, device: torch.device) -> Tensor:
+def allocate_plane(pages: int, plane: Plane, page_slots: int, device: torch.device) -> Tensor:
     """On the CPU from an anonymous mapping: zeros that take no memory until a page is written (torch.zeros touches every one)."""
-    shape, dtype = (pages, PAGE_TOKENS, *plane.shape), DTYPES[plane.dtype]
-    size = pages * PAGE_TOKENS * plane.bytes_per_token
-    if device.type != "cpu" or not size:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
+    shape, dtype = (pages, page_slots, *plane.shape), DTYPES[plane.dtype]
+    size = pages * page_slots * plane.bytes_per_token
+    try:
+        if device.type != "cpu" or not size:
+            return torch.zeros(shape, dtype=dtype, device=device)
+        return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
+    except (OSError, OverflowError, torch.OutOfMemoryError) as error:
+        raise MemoryError(f"no {size} bytes for a plane of the cache") from error
 
 
 def write_kv(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:

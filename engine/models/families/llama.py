@@ -119,6 +119,7 @@ def parameters(spec: ModelSpec) -> dict[str, ParameterInfo]:
     found = {"embed": ParameterInfo(("model.embed_tokens.weight",), (v, h))}
     for i, layer in enumerate(spec.layers):
         m, f = layer.mixer, layer.ffn.hidden
+        assert isinstance(m, AttentionSpec), "the family has attention in every layer"
         rows, kv_rows, at = m.heads * m.head_dim, m.kv_heads * m.head_dim, f"model.layers.{i}"
         linears = {
             "q": (f"{at}.self_attn.q_proj", rows, h, m.qkv_bias),

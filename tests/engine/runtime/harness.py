@@ -34,7 +34,7 @@ def forward(executor: TorchExecutor, row: Row) -> torch.Tensor:
     """Logits at every token of one row [n, V], from the executor's decoder; the row's keys and values are written."""
     with torch.inference_mode():
         batch = executor._batch([row], {})
-        return executor._decoder.forward(replace(batch, sampled=torch.arange(len(row.tokens))), executor._cache)
+        return executor._decoder.forward(replace(batch, sampled=torch.arange(len(row.tokens))), executor._cache)[0]
 
 
 @dataclass

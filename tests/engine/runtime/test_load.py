@@ -34,7 +34,8 @@ def _silent(stage: str, fraction: float) -> None:
 
 
 def test_the_report_is_what_was_loaded(config: WorkerConfig) -> None:
-    engine, info = build_engine(config, _silent)
+    built = build_engine(config, _silent)
+    engine, info = built.engine, built.info
     tensors = tiny_rand(1, context_tokens=128).tensors
     assert info.parameters == sum(t.numel() for t in tensors.values())
     assert info.weight_bytes == 4 * info.parameters
@@ -49,13 +50,13 @@ def test_the_report_is_what_was_loaded(config: WorkerConfig) -> None:
 def test_a_tied_head_is_counted_once(tmp_path: Path) -> None:
     model = tiny_rand(1, tied=True)
     path = str(model.save(tmp_path / "tied"))
-    _, info = build_engine(WorkerConfig(model_path=path, format="safetensors", context_tokens=64, threads=1), _silent)
+    info = build_engine(WorkerConfig(model_path=path, format="safetensors", context_tokens=64, threads=1), _silent).info
     assert info.weight_bytes == 4 * sum(t.numel() for t in model.tensors.values())
 
 
 def test_what_runs_other_than_asked_is_said(config: WorkerConfig) -> None:
     asked = msgspec.structs.replace(config, backend="auto", context_tokens=100_000, kv_memory_bytes=1 << 15)
-    _, info = build_engine(asked, _silent)
+    info = build_engine(asked, _silent).info
     assert info.context_tokens == 128
     text = "\n".join(info.degraded)
     assert "reference backend" in text and "128 tokens, all the model was made for, not 100000" in text
@@ -76,9 +77,9 @@ def test_what_is_not_here_is_refused_not_replaced(config: WorkerConfig, change: 
 
 
 def test_the_grant_of_the_config_counts_like_free_memory(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, whole = build_engine(config, _silent)
+    whole = build_engine(config, _silent).info
     monkeypatch.setattr(load.platform, "available_memory_bytes", lambda: 1 << 40)
-    _, same = build_engine(msgspec.structs.replace(config, memory_bytes=1 << 39), _silent)
+    same = build_engine(msgspec.structs.replace(config, memory_bytes=1 << 39), _silent).info
     assert same.pages_total == whole.pages_total
     with pytest.raises(OutOfMemory, match=r"0\.00 GB are available"):
         build_engine(msgspec.structs.replace(config, memory_bytes=1_000_000), _silent)
