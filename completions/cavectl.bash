@@ -66,9 +66,10 @@ _cavectl() {
         --host) kind=nothing ;;
         --port) kind=nothing ;;
         --socket) kind=files ;;
+        --kv-memory) kind=nothing ;;
       esac
       kind=${kind:-nothing}
-      flags="--host --port --socket -h --help" ;;
+      flags="--host --port --socket --kv-memory -h --help" ;;
     "daemon start")
       kind=${kind:-nothing}
       flags="-h --help" ;;

@@ -107,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
     parser.add_argument("--port", help="TCP port; 0: any free one; off: none (default 11435)")
     parser.add_argument("--data-dir", help="where models and logs are kept")
+    parser.add_argument("--kv-memory", dest="kv_memory_bytes", metavar="SIZE", help="memory for each model's cache, e.g. 2GiB")
     parser.add_argument("--log-file", help="write the log there instead of stderr")
     parser.add_argument("--log-level", help="debug, info, warning or error")
     return parser

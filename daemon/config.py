@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -196,7 +197,7 @@ def _number(name: str, kind: type[int] | type[float], bounds: Mapping[str, Any],
     try:
         if isinstance(value, bool) or (kind is int and isinstance(value, float)):
             raise ValueError
-        number = kind(value)
+        number = _size(value) if name.endswith("_bytes") and isinstance(value, str) else kind(value)
     except (ValueError, TypeError, OverflowError):
         raise _bad(name, origin, f"must be {what}, not {value!r}") from None
     low, high = bounds["low"], bounds["high"]
@@ -214,6 +215,15 @@ def _switch(name: str, value: Any, origin: str) -> bool:
     if value not in ("on", "off"):
         raise _bad(name, origin, f"must be on or off, not {value!r}")
     return value == "on"
+
+
+def _size(text: str) -> int:
+    """Bytes: a plain number, or one with a unit (2GiB, 500 MB, 1.5g). Raises ValueError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmgt]?)(i?b?)", text.strip().lower())
+    if match is None or (match[3].startswith("i") and not match[2]) or (not match[2] and "." in match[1]):
+        raise ValueError
+    base = 1000 if match[3] == "b" else 1024
+    return int(float(match[1]) * base ** ("kmgt".index(match[2]) + 1)) if match[2] else int(match[1])
 
 
 def _text(name: str, choices: tuple[str, ...], value: Any, origin: str) -> str:

@@ -26,10 +26,12 @@ def serve(
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on; beyond loopback only with an API key.")] = "",
     port: Annotated[str, typer.Option(metavar="PORT", help="TCP port; 0: any free one; off: none.")] = "",
     socket: Annotated[str, typer.Option(metavar="PATH", help="Path of the Unix socket.")] = "",
+    kv_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory for each model's cache: 2GiB, 500MB, bytes.")] = "",
 ) -> None:
     """Run the daemon here, until Ctrl-C."""
     flags: list[str] = []
-    for name, value in (("--host", host), ("--port", port), ("--socket", str(Path(socket).absolute()) if socket else "")):
+    given = {"--host": host, "--port": port, "--socket": str(Path(socket).absolute()) if socket else "", "--kv-memory": kv_memory}
+    for name, value in given.items():
         if value:
             flags += [name, value]
     command = launch.daemon_command(*flags)

@@ -232,3 +232,17 @@ def test_import_is_light() -> None:
 def test_settings_can_be_replaced_in_tests(environ: dict[str, str]) -> None:
     settings = dataclasses.replace(resolve({}, environ), port=5)
     assert isinstance(settings, Settings) and settings.port == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("0", 0), ("1048576", 1 << 20), ("2GiB", 2 << 30), ("2g", 2 << 30), ("500 MB", 500_000_000), ("1.5k", 1536), ("1TB", 10**12)],
+)
+def test_sizes_may_have_units(environ: dict[str, str], text: str, size: int) -> None:
+    assert resolve({"kv_memory_bytes": text}, environ).kv_memory_bytes == size
+
+
+@pytest.mark.parametrize("text", ["", " ", "2 gigs", "-1GiB", "1.5", "ib", "2i", "nan", "1e9", "0x10", "9999TiB"])
+def test_what_is_no_size_is_refused_by_name(environ: dict[str, str], text: str) -> None:
+    with pytest.raises(CavectlError, match="kv_memory_bytes"):
+        resolve({"kv_memory_bytes": text}, environ)
