@@ -123,7 +123,7 @@ class _Sources:
 
     def __init__(self, flags: Mapping[str, Any], environ: Mapping[str, str]) -> None:
         for name in flags:
-            _known(name, f"flag --{name.replace('_', '-')}")
+            _known(name, _flag(name))
         self.flags, self.environ = flags, environ
         self.file: Mapping[str, Any] = {}
         self.file_name = "config.toml"
@@ -151,7 +151,7 @@ class _Sources:
         """The first value given for `name`, and its origin."""
         variables = [f"CAVECTL_{name.upper()}", self.aliases.get(name, "")]
         candidates = [
-            (self.flags.get(name), f"flag --{name.replace('_', '-')}"),
+            (self.flags.get(name), _flag(name)),
             *((self.environ.get(variable) or None, f"environment {variable}") for variable in variables if variable),
             (self.file.get(name), self.file_name),
         ]
@@ -169,6 +169,11 @@ class _Sources:
                 raise _bad(name, "default", "there is no home directory to put it in", hint=f"set CAVECTL_{name.upper()}")
             return path
         return _path(name, *found)
+
+
+def _flag(name: str) -> str:
+    """A flag takes sizes with units, so that its name has none."""
+    return f"flag --{name.removesuffix('_bytes').replace('_', '-')}"
 
 
 def _known(name: str, origin: str) -> None:
@@ -194,6 +199,8 @@ def _checked(name: str, default: Any, bounds: Mapping[str, Any], value: Any, ori
 
 def _number(name: str, kind: type[int] | type[float], bounds: Mapping[str, Any], value: Any, origin: str) -> int | float:
     what = "a whole number" if kind is int else "a number"
+    if name.endswith("_bytes"):
+        what = "a size (2GiB, 500MB, or bytes)"
     try:
         if isinstance(value, bool) or (kind is int and isinstance(value, float)):
             raise ValueError
