@@ -191,6 +191,20 @@ def test_prompts_that_begin_alike_at_the_same_time(window: int | None, pages: in
     assert engine.stats.hit_tokens > 150
 
 
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 20])
+@pytest.mark.parametrize("budget", [3, 512])
+def test_b33_past_a_window_of_8_cold_chunked_and_from_a_shared_prefix(length: int, budget: int) -> None:
+    engine, prompt = _engine(8, budget=budget), [(5 * t + t * t) % 320 for t in range(length)]
+    expected = oracle_greedy(_model(8), prompt, 20)
+    for number in range(3):
+        assert _run(engine, EngineRequest(id=number, prompt=prompt, max_tokens=20, sampling=GREEDY)) == {(number, 0): expected}
+    assert engine.stats.hit_tokens == 2 * (length - 1)
+    longer = [*prompt, *expected[:15]]
+    again = _run(engine, EngineRequest(id=9, prompt=longer, max_tokens=5, sampling=GREEDY))
+    assert again == {(9, 0): expected[15:]}
+    assert engine.stats.hit_tokens == 2 * (length - 1) + len(longer) - 1
+
+
 def test_seeds_and_choices_differ() -> None:
     twice = [tokens for (request, _), tokens in _alone(None, greedy=False).items() if request == 1]
     assert len(twice) == 2 and twice[0] != twice[1]
