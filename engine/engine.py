@@ -17,13 +17,14 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from engine.admission import admit
 from engine.audit import Audit
 from engine.built import DEFAULT_OPTIONS, EngineFailure, EngineOptions
 from engine.cache.blocks import pages_for
 from engine.cache.layout import CacheLayout
 from engine.cache.manager import CacheManager
 from engine.cache.radix import Namespace
-from engine.errors import CavectlError, ContextLengthExceeded, ErrorInfo, InvalidRequest, OutOfMemory
+from engine.errors import CavectlError, ErrorInfo, InvalidRequest
 from engine.runtime.batch import RowOutput
 from engine.runtime.executor import Executor, Ticket
 from engine.scheduler.pacing import Pacing
@@ -74,13 +75,7 @@ class Engine:
         self.executor = executor
         self.on_scheduled: Callable[[list[int]], object] = _nobody
         self._options = options
-        self._cache = CacheManager(
-            layout,
-            pages,
-            sharing=options.prefix_cache,
-            chat_retention_s=options.chat_retention_s,
-            rest_retention_s=options.rest_retention_s,
-        )
+        self._cache = _cache(layout, pages, options)
         self._scheduler = Scheduler(
             self._cache,
             max_step_tokens=max_step_tokens,
@@ -110,10 +105,7 @@ class Engine:
         return self._stats
 
     def add(self, request: EngineRequest, arrived: float | None = None) -> None:
-        """Queue `request`; `arrived` is when it came, by the engine's clock.
-
-        Raises InvalidRequest, ContextLengthExceeded, or OutOfMemory for a request that not even the empty cache could hold.
-        """
+        """Queue `request`; `arrived` is when it came, by the engine's clock. Raises what engine/admission.py refuses it with."""
         limit = self._admit(request)
         at = self._clock() if arrived is None else arrived
         options = self._options
@@ -209,30 +201,9 @@ class Engine:
 
     def _admit(self, request: EngineRequest) -> int:
         """Output tokens that `request` may have at most."""
-        prompt = len(request.prompt)
         if request.id in self._live:
             raise InvalidRequest(f"request {request.id} is running already")
-        if not prompt:
-            raise InvalidRequest("the prompt has no tokens")
-        if min(request.prompt) < 0:
-            raise InvalidRequest("token ids are not negative")
-        if request.max_tokens < 1 or request.n < 1:
-            raise InvalidRequest("max_tokens and n must be at least 1")
-        if prompt >= self._context_tokens:
-            raise ContextLengthExceeded(prompt_tokens=prompt, context_tokens=self._context_tokens)
-        limit = min(request.max_tokens, self._context_tokens - prompt)
-        tokens = prompt + limit - 1  # the last token drawn is never fed back
-        if shortage := self._cache.shortage(tokens):
-            raise OutOfMemory(
-                f"{prompt} prompt tokens and {limit} to come need {shortage[0]} cache pages and there are {shortage[1]}",
-                hint="shorten the prompt, ask for fewer tokens, or give the cache more memory with --kv-memory",
-            )
-        if request.pin and not self._cache.can_pin(prompt, self._context_tokens, self._promised_pages()):
-            raise OutOfMemory(
-                f"pinning {pages_for(prompt)} more cache pages would leave less than one context of {self._context_tokens} tokens",
-                hint="unpin another prompt, or give the cache more memory with --kv-memory",
-            )
-        return limit
+        return admit(request, self._cache, self._context_tokens, self._promised_pages())
 
     def _promised_pages(self) -> int:
         """Pages that live requests will have pinned at most."""
@@ -400,6 +371,16 @@ class Engine:
             hit_tokens=self._scheduler.hit_tokens,
             accounting_errors=self._audit.errors,
         )
+
+
+def _cache(layout: CacheLayout, pages: Seq[int], options: EngineOptions) -> CacheManager:
+    return CacheManager(
+        layout,
+        pages,
+        sharing=options.prefix_cache,
+        chat_retention_s=options.chat_retention_s,
+        rest_retention_s=options.rest_retention_s,
+    )
 
 
 def _nobody(requests: list[int]) -> None:

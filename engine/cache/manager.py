@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from engine.cache import state
+from engine.cache import accounts, state
 from engine.cache.blocks import PageGroup, pages_for
 from engine.cache.eviction import Eviction
 from engine.cache.layout import CacheLayout
 from engine.cache.lease import UNBOUNDED_TOKENS, Copy, Lease
 from engine.cache.matching import Match, Matcher
-from engine.cache.radix import ID_BYTES, KEY_BYTES, PINNED, RANKS, Namespace, Node, RadixTree, key_of
+from engine.cache.radix import ID_BYTES, PINNED, RANKS, Namespace, Node, RadixTree, key_of
 from engine.runtime.batch import NO_PAGE, PAGE_TOKENS
 from engine.types import Retention
 
@@ -75,16 +75,13 @@ class CacheManager:
 
     def filled(self) -> tuple[int, int]:
         """(slots with a computed token, slots) of the pages, owned or kept, of groups that grow."""
-        filled = slots = 0
-        for node in self._tree.nodes():
-            there = sum(node.pages[group] != NO_PAGE for group in self._growing)
-            filled, slots = filled + there * node.size, slots + there * PAGE_TOKENS
-        for lease in self._leases:
-            for group in self._growing:
-                for index in range(max(len(lease.path), lease.first[group]), len(lease.pages[group])):
-                    filled += min(PAGE_TOKENS, max(0, lease.computed - index * PAGE_TOKENS))
-                    slots += PAGE_TOKENS
-        return filled, slots
+        return accounts.filled(self.groups, self._tree, self._leases)
+
+    def check(self, leases: Iterable[Lease]) -> None:
+        """Raise AssertionError unless everything adds up, counted afresh from `leases`, which must be all, and the tree."""
+        leases = list(leases)
+        assert set(leases) == self._leases and len(leases) == len(self._leases), "leases known and found differ"
+        accounts.check(self.groups, self._tree, leases)
 
     # --- questions -----------------------------------------------------------------------------------------------------------
 
@@ -412,55 +409,3 @@ class CacheManager:
                 node.rank = below
                 self._keep_as(node, pinned=False)
                 self._eviction.offer(node)
-
-    # --- accounts ------------------------------------------------------------------------------------------------------------
-
-    def check(self, leases: Iterable[Lease]) -> None:
-        """Raise AssertionError unless everything adds up, counted afresh from `leases`, which must be all, and the tree."""
-        leases = list(leases)
-        assert set(leases) == self._leases and len(leases) == len(self._leases), "leases known and found differ"
-        owners: list[Counter[int]] = [Counter() for _ in self.groups]
-        kept: list[dict[int, bool]] = [{} for _ in self.groups]
-        for lease in leases:
-            self._check_lease(lease)
-            _count_owned(lease, owners)
-        for node in self._tree.nodes():
-            self._check_node(node)
-            for index, page in enumerate(node.pages):
-                if page != NO_PAGE:
-                    assert page not in kept[index], "two nodes have the same page"
-                    kept[index][page] = node.rank == PINNED
-        for group, owned, pages in zip(self.groups, owners, kept, strict=True):
-            group.check(dict(owned), pages)
-
-    def _check_lease(self, lease: Lease) -> None:
-        for index in self._growing:
-            pages, first = lease.pages[index], lease.first[index]
-            assert len(pages) == len(lease.pages[self._growing[0]]), "groups of a lease differ in length"
-            assert all(page == NO_PAGE for page in pages[:first]), "a page is held before the window"
-            assert NO_PAGE not in pages[first:], "a hole inside the window"
-            for number, node in enumerate(lease.path[first:], first):
-                assert node.pages[index] in (pages[number], NO_PAGE), "a lease and its path have different pages"
-        for number, node in enumerate(lease.path):
-            assert node.alive and node.key == key_of(lease.tokens[number * PAGE_TOKENS : (number + 1) * PAGE_TOKENS])
-        assert lease in lease.node.leases, "a node does not know who stands there"
-
-    def _check_node(self, node: Node) -> None:
-        assert node.alive and node.parent is not None and node.depth == node.parent.depth + 1
-        line = node.parent.children if len(node.key) == KEY_BYTES else node.parent.tails
-        assert line.get(node.key) is node and 0 < len(node.key) <= KEY_BYTES
-        assert len(node.key) == KEY_BYTES or node.is_leaf, "something hangs below a tail"
-        assert node.rank <= node.parent.rank or node.parent.parent is None, "a node outlives its parent"
-        whole = [index for index, group in enumerate(self.groups) if group.kind in ("full", "latent")]
-        assert all(node.pages[index] != NO_PAGE for index in whole), "a node lacks a page that cannot go alone"
-        assert not node.is_leaf or any(page != NO_PAGE for page in node.pages), "an empty node"
-
-
-def _count_owned(lease: Lease, owners: list[Counter[int]]) -> None:
-    for index, pages in enumerate(lease.pages):
-        owners[index].update(pages[lease.first[index] :])
-    for copy in lease.copies:
-        owners[copy.group][copy.source] += 1
-    for pages in lease.snapshots.values():
-        for index, page in pages:
-            owners[index][page] += 1
