@@ -89,6 +89,7 @@ def test_times_are_of_the_clock_and_add_up() -> None:
     [
         (EngineRequest(id=1, prompt=[], max_tokens=1), InvalidRequest, ["no tokens"]),
         (EngineRequest(id=1, prompt=[1, -1], max_tokens=1), InvalidRequest, ["negative"]),
+        (EngineRequest(id=1, prompt=[1, 1 << 31], max_tokens=1), InvalidRequest, ["2^31"]),
         (EngineRequest(id=1, prompt=[1], max_tokens=0), InvalidRequest, ["at least 1"]),
         (EngineRequest(id=1, prompt=[1], max_tokens=1, n=0), InvalidRequest, ["at least 1"]),
         (EngineRequest(id=1, prompt=[1] * 64, max_tokens=1), ContextLengthExceeded, ["64", "64"]),
