@@ -40,7 +40,7 @@ class Lease:
     copies: list[Copy] = field(default_factory=list)  # until the first step is confirmed
     stops: set[int] = field(default_factory=set)  # where snapshots of the state are due, besides the regular ones
     snapshots: dict[int, list[tuple[int, int]]] = field(default_factory=dict)  # position -> (group, page), not confirmed yet
-    created: list[Node] = field(default_factory=list)
+    brought: list[tuple[Node, int, int]] = field(default_factory=list)  # (node, group, page) that it gave the tree
     growing: int = 0  # index of a group that grows with the sequence, -1 if there is none
 
     @property

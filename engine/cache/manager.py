@@ -10,19 +10,17 @@ Invariants (`check`): what a lease reads, the tree keeps or the lease alone writ
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from engine.cache import accounts, state
 from engine.cache.blocks import PageGroup, pages_for
 from engine.cache.eviction import Eviction
 from engine.cache.layout import CacheLayout
 from engine.cache.lease import UNBOUNDED_TOKENS, Copy, Lease
-from engine.cache.matching import Match, Matcher
+from engine.cache.matching import Match, Matcher, fits
 from engine.cache.radix import ID_BYTES, PINNED, RANKS, Namespace, Node, RadixTree, key_of
 from engine.runtime.batch import NO_PAGE, PAGE_TOKENS
 from engine.types import Retention
-
-EXPIRY_INTERVAL_S = 1.0  # looking for what is too old costs a walk over the tree
 
 
 class CacheManager:
@@ -45,7 +43,6 @@ class CacheManager:
         self._matcher = Matcher(self._tree, self.groups)
         self._eviction = Eviction(self._tree, self.groups, (rest_retention_s, chat_retention_s))
         self._leases: set[Lease] = set()
-        self._expiry: float | None = None  # when something may be too old; None: nothing is kept
 
     # --- counts --------------------------------------------------------------------------------------------------------------
 
@@ -99,12 +96,12 @@ class CacheManager:
     def can_start(self, namespace: Namespace, tokens: Sequence[int], spare: int) -> bool:
         """Whether a sequence of these tokens fits now, fed in chunks, and leaves `spare` pages of each growing group at hand."""
         match = self._find(namespace, key_of(tokens))
-        return all(self._fits(index, match, len(tokens), spare) for index in range(len(self.groups)))
+        return all(fits(group, index, match, len(tokens), spare) for index, group in enumerate(self.groups))
 
     def can_pin(self, tokens: int, context_tokens: int, promised: int) -> bool:
         """Whether a prompt of `tokens` may be pinned, besides `promised` pages, and one full context still fits in each group."""
-        wanted = promised + pages_for(tokens)
-        return all(g.all_pinned + wanted + g.need(context_tokens) <= g.total for g in self.groups)
+        wanted = sum(1 for _ in self._tree.pinned()) + promised + pages_for(tokens)  # a pinned node may lack a page, and get it
+        return all(wanted + group.need(context_tokens) <= group.total for group in self.groups)
 
     def room(self, lease: Lease) -> int:
         """Tokens that `lease` could cover if it took every page at hand."""
@@ -141,7 +138,6 @@ class CacheManager:
         data = key_of(tokens)
         if pin is False:
             self._unpin(namespace, data[: prompt_tokens * ID_BYTES], RANKS[retention])
-        match = self._find(namespace, data)
         lease = Lease(
             namespace,
             tokens,
@@ -153,8 +149,7 @@ class CacheManager:
             growing=self._growing[0] if self._growing else -1,
         )
         self._leases.add(lease)
-        for less in (match, self._find(namespace, data, whole_pages=True), Match(branch=match.branch)):
-            match = less
+        for match in self._less_and_less(namespace, data):
             self._share(lease, match)
             if self._copy_rest(lease, match):
                 break
@@ -166,6 +161,9 @@ class CacheManager:
             lease.stops = state.stops_of(len(tokens), match.branch, match.hit)
         lease.node.leases.add(lease)
         self._touch(lease, now)
+        for copy in lease.copies:
+            if home := self._eviction.home(copy.group, copy.source):
+                home.used, home.rank = max(home.used, now), max(home.rank, lease.rank)
         return lease
 
     def extend(self, lease: Lease, tokens: int) -> None:
@@ -195,7 +193,7 @@ class CacheManager:
             while computed - lease.registered >= PAGE_TOKENS:
                 self._register(lease, now)
             for position in [position for position in lease.snapshots if position < computed]:
-                self._attach(lease.path[position // PAGE_TOKENS - 1], lease.snapshots.pop(position))
+                self._attach(lease, lease.path[position // PAGE_TOKENS - 1], lease.snapshots.pop(position))
         self._trim(lease)
 
     def close(self, lease: Lease, now: float, *, settled: bool) -> None:
@@ -207,23 +205,18 @@ class CacheManager:
             self._keep_rest(lease, now, settled=settled)
         self._touch(lease, now)
         self._release(lease)
-        if self._expiry is None:
-            self._expiry = now
 
     def discard(self, lease: Lease) -> None:
         """The sequence failed: nothing that it alone computed stays."""
-        created = list(lease.created)
+        brought = list(lease.brought)
         self._release(lease)
-        for node in reversed(created):
-            if node.alive and node.is_leaf and not self._eviction.owned(node):
-                self._eviction.remove(node)
+        for node, index, page in reversed(brought):
+            if node.alive and node.pages[index] == page:
+                self._eviction.drop(node, index)
 
     def expire(self, now: float) -> float | None:
         """Drop what was not used for its time. When to ask again; None: nothing waits for it."""
-        if self._expiry is not None and now >= self._expiry:
-            due = self._eviction.expire(now)
-            self._expiry = None if due is None else max(due, now + EXPIRY_INTERVAL_S)
-        return self._expiry
+        return self._eviction.expire(now)
 
     def grow(self, pages: Sequence[int]) -> None:
         """Have `pages` pages of each group from now on."""
@@ -233,21 +226,22 @@ class CacheManager:
     def clear(self) -> None:
         """Drop all that nobody owns, pinned or not."""
         for node in list(self._tree.nodes()):
-            if node.alive and node.is_leaf and not self._eviction.owned(node):
-                self._eviction.remove(node)
+            for index in range(len(self.groups)):
+                if node.alive and node.pages[index] != NO_PAGE:
+                    self._eviction.drop(node, index)
+        self._tree.forget_empty()
 
     # --- pieces --------------------------------------------------------------------------------------------------------------
 
     def _find(self, namespace: Namespace, data: bytes, *, whole_pages: bool = False) -> Match:
         return self._matcher.find(namespace, data, whole_pages=whole_pages) if self._sharing else Match()
 
-    def _fits(self, index: int, match: Match, tokens: int, spare: int) -> bool:
-        group, at_hand = self.groups[index], self.groups[index].at_hand
-        shared = [node.pages[index] for node in match.path[match.first[index] :]] if group.grows and match.first else []
-        source = match.sources[index] if match.sources else NO_PAGE
-        at_hand -= sum(group.is_cached(page) for page in [*shared, source] if page != NO_PAGE)
-        need = group.need(tokens)
-        return at_hand - max(0, need - len(shared)) >= (spare if group.grows else 0)
+    def _less_and_less(self, namespace: Namespace, data: bytes) -> Iterator[Match]:
+        """The best match, and what to be content with when there are no pages to copy to."""
+        match = self._find(namespace, data)
+        yield match
+        yield self._find(namespace, data, whole_pages=True)
+        yield Match(branch=match.branch)
 
     def _take(self, index: int) -> int:
         self._eviction.make_free(index)
@@ -300,7 +294,6 @@ class CacheManager:
         node = parent.children.get(key)
         if node is None:
             node = self._tree.add(parent, key)
-            lease.created.append(node)
             self._drop_tails(parent, key)
         parent.leases.discard(lease)
         node.leases.add(lease)
@@ -310,7 +303,7 @@ class CacheManager:
         for index in self._growing:
             self._merge(lease, node, index, at // PAGE_TOKENS)
         if node.rank == PINNED:
-            self._keep_as(node, pinned=True)
+            self._eviction.pin(node)
 
     def _merge(self, lease: Lease, node: Node, index: int, number: int) -> None:
         """Page `number` of a lease and its node become one: the one that is there stays."""
@@ -318,16 +311,11 @@ class CacheManager:
         if ours in (NO_PAGE, theirs):
             return
         if theirs == NO_PAGE:
-            self._eviction.hang(node, index, ours)
+            self._hang(lease, node, index, ours)
             return
         group.own(theirs)
         group.disown(ours)
         lease.pages[index][number] = theirs
-
-    def _keep_as(self, node: Node, *, pinned: bool) -> None:
-        for index, page in enumerate(node.pages):
-            if page != NO_PAGE:
-                self.groups[index].keep(page, pinned=pinned)
 
     def _drop_tails(self, parent: Node, key: bytes) -> None:
         """Tails that a fuller page says all of. With a state they are snapshots of their own, and stay."""
@@ -337,11 +325,15 @@ class CacheManager:
             if len(tail.key) < len(key) and not self._eviction.owned(tail):
                 self._eviction.remove(tail)
 
-    def _attach(self, node: Node, pages: list[tuple[int, int]]) -> None:
+    def _hang(self, lease: Lease, node: Node, index: int, page: int) -> None:
+        self._eviction.hang(node, index, page)
+        lease.brought.append((node, index, page))
+
+    def _attach(self, lease: Lease, node: Node, pages: list[tuple[int, int]]) -> None:
         """Hang a snapshot at a node, unless it has one."""
         for index, page in pages:
             if node.pages[index] == NO_PAGE:
-                self._eviction.hang(node, index, page)
+                self._hang(lease, node, index, page)
             self._eviction.disown(index, page)
 
     def _trim(self, lease: Lease) -> None:
@@ -373,15 +365,14 @@ class CacheManager:
                 self._merge(lease, node, index, parent.depth)
         for index in self._states:
             if node.parent is not None and node.pages[index] == NO_PAGE:
-                self._eviction.hang(node, index, lease.pages[index][0])
+                self._hang(lease, node, index, lease.pages[index][0])
 
     def _touch(self, lease: Lease, now: float) -> None:
         for node in lease.path:
             node.used = max(node.used, now)
             node.rank = max(node.rank, lease.rank)
             if node.rank < PINNED and node.end <= lease.pin_tokens:
-                node.rank = PINNED
-                self._keep_as(node, pinned=True)
+                self._eviction.pin(node)
 
     def _release(self, lease: Lease) -> None:
         """Let go of everything; what the tree keeps becomes a candidate for eviction."""
@@ -395,17 +386,15 @@ class CacheManager:
                 self._eviction.disown(index, page)
         self._eviction.prune(lease.node)
         lease.pages = [[] for _ in self.groups]
-        lease.snapshots, lease.created, lease.path = {}, [], []
+        lease.snapshots, lease.brought, lease.path = {}, [], []
         self._leases.discard(lease)
 
     def _unpin(self, namespace: Namespace, data: bytes, rank: int) -> None:
         """The nodes of a prompt are pinned no longer, from the last up to one that another pinned prompt needs."""
         for node in reversed(self._tree.path(namespace, data, len(data) // ID_BYTES)[1:]):
-            passing = [lease for lease in self._leases if node in lease.path]
+            passing = [lease for lease in self._leases if node in lease.path[node.depth - 1 : node.depth]]
             below = max([rank, *(node.below(key).rank for key in node.order), *(lease.rank for lease in passing)])
             if below == PINNED or any(node.end <= lease.pin_tokens for lease in passing):
                 return
             if node.rank == PINNED:
-                node.rank = below
-                self._keep_as(node, pinned=False)
-                self._eviction.offer(node)
+                self._eviction.unpin(node, below)

@@ -66,6 +66,10 @@ class Node:
         return (self.depth - 1) * PAGE_TOKENS + self.size
 
     @property
+    def is_tail(self) -> bool:
+        return len(self.key) < KEY_BYTES
+
+    @property
     def is_leaf(self) -> bool:
         return not (self.order or self.leases)
 
@@ -143,6 +147,14 @@ class RadixTree:
     def forget_empty(self) -> None:
         """Drop the roots of namespaces that hold nothing."""
         self._roots = {namespace: root for namespace, root in self._roots.items() if not root.is_leaf}
+
+    def pinned(self) -> Iterator[Node]:
+        """The pinned nodes: whatever is above one is pinned as well."""
+        stack = list(self._roots.values())
+        while stack:
+            found = [node for node in stack.pop().children.values() if node.rank == PINNED]
+            yield from found
+            stack += found
 
     def nodes(self) -> Iterator[Node]:
         """All nodes but the roots, each after all that is below it."""
