@@ -1,38 +1,17 @@
-"""What the cache keeps, for how long, who goes first and what it costs, in small scenes; random lives are in test_cache.py."""
+"""What the cache keeps, for how long and who goes first, in small scenes; random lives are in test_cache.py."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-
 import pytest
 
-from engine.cache.manager import CacheManager
 from engine.cache.radix import Namespace
-from engine.runtime.batch import NO_PAGE, PAGE_TOKENS
+from engine.runtime.batch import NO_PAGE
 from tests.engine.cache.cache_run import CacheRun
+from tests.engine.cache.cache_scenes import B, cached, ids, make_room
 from tests.engine.cache.weak_keys import weaken
-from tests.fixtures.scripted_executor import Kind, layout_of
+from tests.fixtures.scripted_executor import Kind
 
-B = PAGE_TOKENS
 REST_S, CHAT_S = 300.0, 1800.0
-
-
-def ids(kind: int, pages: int, more: int = 0) -> list[int]:
-    """A prompt like no other of another kind."""
-    return [1000 * kind + n for n in range(pages * B + more)]
-
-
-def cached(run: CacheRun, tokens: list[int]) -> int:
-    """How many first tokens of `tokens` are there."""
-    return run.cache.probe(Namespace(), [*tokens, 999_999])
-
-
-def make_room(run: CacheRun, pages: int) -> None:
-    """Have `pages` pages taken and given back, and nothing of it kept."""
-    lease = run.open([888_000 + n for n in range(pages * B)])
-    run.cache.extend(lease, pages * B)
-    run.discard(lease)
 
 
 # --- who goes --------------------------------------------------------------------------------------------------------------------
@@ -332,85 +311,6 @@ def test_a_collision_of_hashes_gives_nobody_anothers_page(monkeypatch: pytest.Mo
         lease = run.open([*prompt, 999_999])
         run.feed(lease, 1)
         run.close(lease)
-
-
-# --- cost ------------------------------------------------------------------------------------------------------------------------
-
-
-def calls(work: Callable[[], object]) -> int:
-    """Calls of Python and built-in functions that `work` makes: a cost that no neighbour on the machine changes."""
-    count = 0
-
-    def heard(frame: object, event: str, arg: object) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(heard)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return count
-
-
-def _long(pages: int, kinds: tuple[Kind, ...] = (None, 40)) -> CacheManager:
-    return CacheManager(layout_of(*kinds), [2 * pages + 20] * len(kinds))
-
-
-def test_confirming_a_decode_costs_the_same_however_long_the_sequence() -> None:
-    costs = []
-    for pages in (4, 400):
-        cache = _long(pages)
-        lease = cache.open(Namespace(), ids(1, pages, 3), retention="rest", pin=None, prompt_tokens=pages * B, now=0.0)
-        cache.extend(lease, pages * B + 4)
-        cache.confirm(lease, pages * B + 3, 0.0)
-        lease.tokens.append(1)
-        costs.append(calls(lambda cache=cache, lease=lease: cache.confirm(lease, len(lease.tokens), 0.0)))
-        lease.tokens += [1] * B
-        cache.extend(lease, len(lease.tokens))
-        costs.append(calls(lambda cache=cache, lease=lease: cache.confirm(lease, len(lease.tokens), 0.0)))
-    assert costs[0] == costs[2] < 30 and costs[1] <= costs[3] + 5 and costs[3] <= costs[1] + 5, costs
-
-
-def test_a_match_costs_so_much_for_each_page() -> None:
-    costs = []
-    for pages in (50, 100, 200, 400):
-        cache = _long(pages)
-        tokens = ids(1, pages)
-        lease = cache.open(Namespace(), tokens, retention="rest", pin=None, prompt_tokens=pages * B, now=0.0)
-        cache.extend(lease, pages * B)
-        cache.confirm(lease, pages * B, 0.0)
-        costs.append(calls(lambda cache=cache, tokens=tokens: cache.probe(Namespace(), tokens)))
-    assert costs[3] - costs[2] <= 2 * (costs[2] - costs[1]) + 20 and costs[3] <= 400 * 8, costs
-
-
-def test_a_prompt_that_differs_at_once_costs_little_beside_a_thousand_others() -> None:
-    cache = CacheManager(layout_of(None), [1100])
-    for kind in range(1000):
-        tokens = [7] * 8 + ids(kind + 1, 0, 8)
-        lease = cache.open(Namespace(), tokens, retention="rest", pin=None, prompt_tokens=B, now=0.0)
-        cache.extend(lease, B)
-        cache.confirm(lease, B, 0.0)
-        cache.close(lease, 0.0, settled=True)
-    assert cache.cached_pages == 1000
-    other = [7] * 8 + [5] * 8
-    assert cache.probe(Namespace(), other) == 8
-    assert calls(lambda: cache.probe(Namespace(), other)) < 300
-
-
-def test_evicting_one_page_of_many_costs_little() -> None:
-    costs = []
-    for prompts in (10, 1000):
-        cache = CacheManager(layout_of(None), [prompts])
-        for kind in range(prompts):
-            lease = cache.open(Namespace(), ids(kind + 1, 1), retention="rest", pin=None, prompt_tokens=B, now=float(kind))
-            cache.extend(lease, B)
-            cache.confirm(lease, B, float(kind))
-            cache.close(lease, float(kind), settled=True)
-        lease = cache.open(Namespace(), ids(5000, 1), retention="rest", pin=None, prompt_tokens=B, now=9e9)
-        costs.append(calls(lambda cache=cache, lease=lease: cache.extend(lease, B)))
-        assert cache.evicted_pages == 1
-    assert costs[1] <= costs[0] + 20, costs
 
 
 # --- accounts --------------------------------------------------------------------------------------------------------------------

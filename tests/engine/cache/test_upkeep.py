@@ -10,8 +10,10 @@ from engine.cache.manager import CacheManager
 from engine.cache.radix import Namespace
 from engine.runtime.batch import NO_PAGE, PAGE_TOKENS
 from tests.engine.cache.cache_run import CacheRun
-from tests.engine.cache.test_manager import REST_S, B, cached, calls, ids, make_room
+from tests.engine.cache.cache_scenes import B, cached, calls, ids, make_room
 from tests.fixtures.scripted_executor import Kind, layout_of
+
+REST_S = 300.0
 
 
 def finish(cache: CacheManager, tokens: list[int], now: float, salt: str = "") -> None:
