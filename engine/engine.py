@@ -165,7 +165,7 @@ class Engine:
         """
         cached = self._cache.cached_pages
         expiry = self._cache.expire(now)
-        audit = self._audit.tick(now)
+        audit = self._audit.tick(now, idle=not self.has_work)
         if cached != self._cache.cached_pages or self._stats.accounting_errors != self._audit.errors:
             self._stats = self._measure(0.0, None)
         return min((max(0.0, due - now) for due in (expiry, audit) if due is not None), default=None)
