@@ -82,14 +82,18 @@ class TorchExecutor:
         return ticket
 
     def grow(self, pages: Sequence[int], held: Sequence[Sequence[int]]) -> None:
-        """All planes are reserved before the first is filled; then each old one goes when it is copied."""
+        """All planes are reserved before the first is filled, and filling takes no memory: what fails, fails with all as it was.
+
+        Each old plane goes as soon as it is copied, so that the pages held are there twice in one plane at most.
+        """
         planes, old = self._allocate(pages), self._planes
         self._cache, self._planes = Cache((), ()), ()
-        with torch.inference_mode():
-            for index, group in enumerate(planes):
-                kept = self._ids(held[index])
-                for key, plane in group.items():
-                    plane.index_copy_(0, kept, old[index].pop(key).index_select(0, kept))
+        for index, group in enumerate(planes):
+            runs = _runs(held[index])
+            for key, plane in group.items():
+                source = old[index].pop(key)
+                for first, end in runs:
+                    plane[first:end].copy_(source[first:end])
         self._pages, self._planes = tuple(pages), planes
         self._cache = self._layers_of(planes)
 
@@ -205,6 +209,9 @@ class TorchExecutor:
         for group, source, target in copies:
             if not (0 <= group < len(self._pages) and 0 <= source < self._pages[group] and 0 <= target < self._pages[group]):
                 raise InvalidRequest("a page copy is outside the pool")
+        targets = {(group, target) for group, _, target in copies}
+        if len(targets) < len(copies) or any((group, source) in targets for group, source, _ in copies):
+            raise InvalidRequest("a page is the target of two copies, or both source and target")
 
     def _copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
         for group, planes in enumerate(self._planes):
@@ -231,6 +238,17 @@ def _draw(row: Row, logits: Tensor, finite: bool, state: SamplingState) -> RowOu
         return RowOutput(error=NOT_FINITE)
     token: TokenOutput | None = sample(logits, state, row.mask)
     return RowOutput(error=NOTHING_ALLOWED) if token is None else RowOutput([token])
+
+
+def _runs(pages: Iterable[int]) -> list[tuple[int, int]]:
+    """Runs of consecutive numbers among `pages`, as (first, last + 1)."""
+    runs: list[tuple[int, int]] = []
+    for page in sorted(pages):
+        if runs and runs[-1][1] == page:
+            runs[-1] = (runs[-1][0], page + 1)
+        else:
+            runs.append((page, page + 1))
+    return runs
 
 
 def _positions(row: Row) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -50,6 +51,17 @@ def test_only_pages_in_use_are_carried_over() -> None:
     harness.executor.grow([9], [[1, 4]])
     for plane in harness.executor._planes[0].values():
         assert [int(page.flatten()[0]) for page in plane] == [0, 2, 0, 0, 5, 0, 0, 0, 0]
+
+
+def test_pages_that_nobody_wrote_take_no_memory_after_growth_either() -> None:
+    harness = _harness("float32", total_pages=8)
+    line = harness.line(PROMPT)
+    harness.step([(line, 40)])
+    process = psutil.Process()
+    before = process.memory_info().rss
+    harness.executor.grow([200_000], line.pages)
+    assert sum(plane.nbytes for plane in harness.executor._planes[0].values()) > 1 << 30
+    assert process.memory_info().rss - before < 32 << 20
 
 
 class _ShortOfMemory(ReferenceOps):

@@ -282,6 +282,8 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "a copy beyond the pool": ({}, {"copies": [(0, 1, 256)]}),
     "a copy in no group": ({}, {"copies": [(1, 1, 2)]}),
+    "two copies to one page": ({}, {"copies": [(0, 30, 32), (0, 31, 32)]}),
+    "a copy of a page that a copy changes": ({}, {"copies": [(0, 30, 31), (0, 31, 32)]}),
 }
 
 
