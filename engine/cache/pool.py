@@ -23,6 +23,11 @@ def pages_bytes(layout: CacheLayout, pages: Sequence[int]) -> int:
     return sum(count * group.bytes_per_page for group, count in zip(layout.groups, pages, strict=True))
 
 
+def state_pages(max_sequences: int) -> int:
+    """States that can be of use: each sequence has the one it lives by, and as many again hold prefixes."""
+    return 2 * max_sequences
+
+
 def pages_for_budget(
     layout: CacheLayout, budget_bytes: int, *, context_tokens: int, max_sequences: int, max_step_tokens: int
 ) -> tuple[int, ...]:
@@ -41,12 +46,9 @@ def pages_for_budget(
 
 
 def _useful_pages(group: CacheGroup, context_tokens: int, max_sequences: int, max_step_tokens: int) -> int:
-    """Pages that `max_sequences` sequences can fill. In a window group a chunk is written before the window moves past it.
-
-    Of states each sequence has the one it lives by, and as many again hold prefixes.
-    """
+    """Pages that `max_sequences` sequences can fill. In a window group a chunk is written before the window moves past it."""
     if group.kind == "state":
-        return 2 * max_sequences
+        return state_pages(max_sequences)
     chunk = 0 if group.window_tokens is None else pages_for(max_step_tokens)
     return min(
         max_sequences * most_pages(group.window_tokens, context_tokens) + chunk,

@@ -11,9 +11,9 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 from engine.cache.layout import DTYPE_BYTES, CacheLayout
-from engine.cache.pool import context_pages, pages_bytes, pages_for_budget
+from engine.cache.pool import context_pages, pages_bytes, pages_for_budget, state_pages
 from engine.errors import OutOfMemory
-from engine.models.spec import AttentionSpec, ModelSpec, ParameterInfo
+from engine.models.spec import AttentionSpec, LayerSpec, ModelSpec, ParameterInfo
 from engine.types import WorkerConfig
 
 CACHE_SHARE = 0.5  # of what the weights leave free, at most; the rest stays with the machine's other programs
@@ -38,12 +38,12 @@ def weight_bytes(parameters: Mapping[str, ParameterInfo], present: Container[str
 def workspace_bytes(spec: ModelSpec, parameters: Mapping[str, ParameterInfo], config: WorkerConfig) -> int:
     """An upper bound of what comes and goes: a step's activations, or one tensor as it is unpacked to float32 and converted.
 
-    A step of T tokens over a context of C has 3 arrays of [Hq, T, C] in attention, or 3 of [T, F] in the feed-forward layer.
+    A step of T tokens over a context of C has 3 arrays of [Hq, T, C] in attention, 3 of [T, S] in a recurrence (of float64 at
+    most), or 3 of [T, F] in the feed-forward layer.
     """
     number = max(4, DTYPE_BYTES[config.dtype])
-    tokens, context = config.max_step_tokens, config.context_tokens
-    attention = max((layer.mixer.heads for layer in spec.layers if isinstance(layer.mixer, AttentionSpec)), default=0) * context
-    widest = max(*(layer.ffn.hidden for layer in spec.layers), attention)
+    tokens = config.max_step_tokens
+    widest = max(max(_mixer_width(layer, config.context_tokens), layer.ffn.hidden) for layer in spec.layers)
     step = tokens * (3 * widest + 8 * spec.hidden) * number + min(config.max_sequences, tokens) * spec.vocab_size * LOGITS_BYTES
     largest = max(math.prod(p.shape) for p in parameters.values())
     return max(step, largest * (4 + number))
@@ -75,7 +75,7 @@ def plan_memory(
         )
     budget = config.kv_memory_bytes
     if budget is None:
-        budget = max(one, min(FULL_CONTEXTS * one, int(free * CACHE_SHARE)))
+        budget = max(one, min(_comfortable_bytes(layout, config), int(free * CACHE_SHARE)))
     pages = _pages(layout, budget, config)
     if not all(pages):
         raise OutOfMemory(
@@ -102,9 +102,11 @@ def plan_growth(
     """
     one = context_pages(layout, config.context_tokens)
     least = tuple(max(pair) for pair in zip(one, present.pages, strict=True))
-    if config.kv_memory_bytes is not None and least != present.pages:
+    short = [(need, have) for need, have in zip(one, present.pages, strict=True) if need > have]
+    if config.kv_memory_bytes is not None and short:
+        need, have = short[0]
         raise OutOfMemory(
-            f"a context of {config.context_tokens} tokens needs {max(one)} cache pages and there are {min(present.pages)}",
+            f"a context of {config.context_tokens} tokens needs {need} cache pages and there are {have}",
             hint="give the cache more memory with --kv-memory",
         )
     workspace = workspace_bytes(spec, parameters, config)
@@ -117,10 +119,24 @@ def plan_growth(
             f"{_gb(max(0, free))} are available",
             hint="ask for a smaller context (--ctx), or close other programs",
         )
-    budget = min(FULL_CONTEXTS * pages_bytes(layout, one), int(free * CACHE_SHARE))
+    budget = min(_comfortable_bytes(layout, config), int(free * CACHE_SHARE))
     wanted = _pages(layout, budget, config) if config.kv_memory_bytes is None else least
     pages = tuple(max(pair) for pair in zip(least, wanted, strict=True))
     return MemoryPlan(present.weight_bytes, workspace, pages, pages_bytes(layout, pages))
+
+
+def _mixer_width(layer: LayerSpec, context_tokens: int) -> int:
+    """Numbers per token of the widest array in a layer's mixer."""
+    mixer = layer.mixer
+    return mixer.heads * context_tokens if isinstance(mixer, AttentionSpec) else 2 * mixer.size
+
+
+def _comfortable_bytes(layout: CacheLayout, config: WorkerConfig) -> int:
+    """Some full contexts, and all the states that can be of use: those of a state group do not grow with the context."""
+    one = context_pages(layout, config.context_tokens)
+    states = state_pages(config.max_sequences)
+    pages = [states if group.kind == "state" else FULL_CONTEXTS * n for group, n in zip(layout.groups, one, strict=True)]
+    return pages_bytes(layout, pages)
 
 
 def _pages(layout: CacheLayout, budget: int, config: WorkerConfig) -> tuple[int, ...]:
