@@ -18,7 +18,7 @@ from engine.built import Built, EngineOptions, NeedsReload
 from engine.cache.layout import CacheLayout, cache_layout
 from engine.cache.pool import context_pages, pages_bytes
 from engine.engine import Engine
-from engine.errors import CavectlError, InvalidRequest
+from engine.errors import CavectlError, InvalidRequest, OutOfMemory
 from engine.models.families import Family, family_for
 from engine.models.spec import ModelSpec, ParameterInfo
 from engine.runtime.batch import PAGE_TOKENS
@@ -103,15 +103,28 @@ class _Growth:
             model.layout,
             model.memory,
             config=config,
-            held_bytes=pages_bytes(model.layout, self._engine.held_pages()),
+            held_bytes=self._filled_bytes(),
             available_bytes=_free_bytes(config.device),
         )
-        self._engine.grow(context_tokens, memory.pages)
+        try:
+            self._engine.grow(context_tokens, memory.pages)
+        except MemoryError as error:
+            raise OutOfMemory(
+                f"the system gave no {memory.kv_bytes / 1e9:.2f} GB for the cache of {context_tokens} tokens, which has "
+                f"{model.memory.kv_bytes / 1e9:.2f} GB now",
+                hint="ask for a smaller context (--ctx), or close other programs",
+            ) from error
         self._model = replace(model, config=config, memory=memory)
         self._info = msgspec.structs.replace(
             self._info, context_tokens=context_tokens, kv_bytes=memory.kv_bytes, pages_total=sum(memory.pages)
         )
         return self._info
+
+    def _filled_bytes(self) -> int:
+        """Bytes of the present cache that free memory lacks already: on the CPU a page takes memory when it is first written."""
+        if self._model.config.device != "cpu":
+            return self._model.memory.kv_bytes
+        return pages_bytes(self._model.layout, self._engine.held_pages())
 
 
 def _read(config: WorkerConfig, progress: Progress) -> _Model:

@@ -47,6 +47,27 @@ def test_the_report_is_what_was_loaded(config: WorkerConfig) -> None:
     assert info.degraded == []
 
 
+def test_the_settings_of_the_cache_reach_the_engine(config: WorkerConfig) -> None:
+    """Weights, digest, types and backend are part of the keys: what another model or type computed is never shared."""
+    given = {
+        "target_step_ms": 20.0,
+        "aging_s": 3.0,
+        "prefix_cache": False,
+        "chat_retention_s": 50.0,
+        "rest_retention_s": 5.0,
+        "accounting_interval_s": 0.5,
+    }
+    engine = build_engine(msgspec.structs.replace(config, model_digest="abc", kv_dtype="int8", **given), _silent).engine
+    assert {name: getattr(engine._options, name) for name in given} == given
+    assert engine._options.model == "abc"
+    formats = {
+        build_engine(msgspec.structs.replace(config, dtype=dtype, kv_dtype=kv_dtype), _silent).engine._options.format
+        for dtype in ("float32", "bfloat16")
+        for kv_dtype in ("float32", "float16", "int8")
+    }
+    assert len(formats) == 6
+
+
 def test_a_tied_head_is_counted_once(tmp_path: Path) -> None:
     model = tiny_rand(1, tied=True)
     path = str(model.save(tmp_path / "tied"))

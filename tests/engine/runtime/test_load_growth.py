@@ -12,6 +12,7 @@ import torch
 
 from engine.built import Built, NeedsReload
 from engine.errors import ContextLengthExceeded, InvalidRequest, OutOfMemory
+from engine.kernels.reference import ReferenceOps
 from engine.runtime import load
 from engine.runtime.load import build_engine
 from engine.types import EngineRequest, SamplingParams, WorkerConfig
@@ -96,6 +97,49 @@ def test_what_does_not_fit_in_memory_is_refused_and_all_is_as_it_was(tmp_path: P
     assert built.engine.stats.pages_total == built.info.pages_total
     monkeypatch.undo()
     assert _grow(built, 256).context_tokens == 256
+
+
+def test_what_the_daemon_grants_counts_like_free_memory(tmp_path: Path) -> None:
+    """Plenty is free, and what was granted holds one context of 64 tokens and hardly more."""
+    model = tiny_rand(2, context_tokens=4096)
+    whole = _built(tmp_path / "m", model).info
+    built = _built(tmp_path / "n", model, memory_bytes=whole.weight_bytes + whole.kv_bytes + (4 << 20), max_step_tokens=32)
+    page = whole.kv_bytes // whole.pages_total
+    with pytest.raises(OutOfMemory, match=rf"4096 tokens needs {256 * page / 1e9:.2f} GB of cache and 0\.00 GB are available"):
+        _grow(built, 4096)
+    assert _grow(built, 128).context_tokens == 128
+
+
+def test_memory_that_the_system_refuses_is_told_and_all_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_rand(2, context_tokens=256)
+    built = _built(tmp_path / "m", model)
+    prompt = list(range(30))
+    built.engine.add(EngineRequest(id=1, prompt=prompt, max_tokens=20, sampling=GREEDY))
+    tokens: dict[int, list[int]] = {1: []}
+    for _ in range(5):
+        _take(built, tokens)
+
+    def refuse(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ReferenceOps, "allocate_plane", refuse)
+        with pytest.raises(OutOfMemory, match=r"gave no .* GB .* has .* GB now"):
+            _grow(built, 256)
+    built.engine.check()
+    while built.engine.has_work:
+        _take(built, tokens)
+    assert tokens[1] == oracle_greedy(model, prompt, 20)
+    assert built.engine.stats.pages_total == built.info.pages_total
+
+
+def test_it_grows_again_from_where_it_is(tmp_path: Path) -> None:
+    built = _built(tmp_path / "m", tiny_rand(2, context_tokens=256))
+    infos = [_grow(built, context) for context in (100, 80, 200, 256)]
+    assert [info.context_tokens for info in infos] == [100, 100, 200, 256]
+    assert infos[1] is infos[0]
+    assert [info.pages_total for info in infos] == sorted(info.pages_total for info in infos)
+    assert infos[-1].pages_total >= 256 // 16 and infos[-1].pages_total == built.engine.stats.pages_total
 
 
 def test_a_position_encoding_made_for_its_context_needs_a_reload(tmp_path: Path) -> None:
