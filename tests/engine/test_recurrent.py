@@ -15,6 +15,7 @@ import torch
 from engine.built import EngineOptions
 from engine.cache.layout import cache_layout
 from engine.engine import Engine
+from engine.kernels.reference import ReferenceOps
 from engine.runtime.torch_executor import TorchExecutor
 from engine.types import EngineRequest, SamplingParams
 from tests.fixtures.tiny_recurrent import VOCAB, Kind, TinyRecurrent, tiny_recurrent
@@ -40,12 +41,18 @@ def _model(kinds: tuple[Kind, ...]) -> TinyRecurrent:
 
 
 def _engine(
-    kinds: tuple[Kind, ...], *, pages: int = 60, states: int = 20, budget: int = 256, options: EngineOptions | None = None
+    kinds: tuple[Kind, ...],
+    *,
+    pages: int = 60,
+    states: int = 20,
+    budget: int = 256,
+    options: EngineOptions | None = None,
+    ops: ReferenceOps | None = None,
 ) -> Engine:
     model = _model(kinds)
     layout = cache_layout(model.spec, "float64")
     counts = [states if group.kind == "state" else pages for group in layout.groups]
-    executor = TorchExecutor(model.spec, model.weights, layout, counts, dtype="float64", kv_dtype="float64", max_slots=8)
+    executor = TorchExecutor(model.spec, model.weights, layout, counts, dtype="float64", kv_dtype="float64", max_slots=8, ops=ops)
     return Engine(
         executor,
         layout,
@@ -175,6 +182,45 @@ def test_samples_of_one_prompt_start_from_one_snapshot(kinds: tuple[Kind, ...]) 
     assert _run(engine, request)[0] == alone
     assert len({tuple(tokens) for tokens in alone.values()}) == 4
     assert engine.stats.hit_tokens == 3 * 32
+
+
+class _Unreliable(ReferenceOps):
+    """Every third step of several sampled rows fails at its end, when keys and values are written; a sequence may be poisoned."""
+
+    steps = 0
+    poisoned = False
+
+    def finite(self, logits: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if len(logits) > 1:
+            self.steps += 1
+            if self.steps % 3 == 0:
+                raise RuntimeError("this step fails")
+        return super().finite(logits) & (not self.poisoned)
+
+
+@each_model
+@pytest.mark.parametrize("sampled", [False, True])
+def test_steps_that_fail_and_are_tried_again_in_halves(kinds: tuple[Kind, ...], sampled: bool) -> None:
+    ops = _Unreliable()
+    assert _run(_engine(kinds, ops=ops), *_requests(sampled=sampled))[0] == _alone(kinds, sampled)
+    assert ops.steps > 30
+
+
+@each_model
+def test_nothing_of_a_sequence_that_failed_is_shared(kinds: tuple[Kind, ...]) -> None:
+    ops = _Unreliable()
+    engine, prompt = _engine(kinds, ops=ops), _prompt(6, 50)
+    engine.add(EngineRequest(id=1, prompt=prompt, max_tokens=9, sampling=GREEDY))
+    for _ in range(3):
+        engine.step()
+    ops.poisoned = True
+    result = engine.step()
+    assert result is not None and result.outputs[0].finish == "error"
+    ops.poisoned = False
+    engine.check()
+    assert engine.stats.pages_used == engine.stats.pages_cached == 0
+    tokens, cached = _run(engine, EngineRequest(id=2, prompt=prompt, max_tokens=9, sampling=GREEDY))
+    assert tokens[2, 0] == _model(kinds).greedy(prompt, 9) and cached[2] == 0
 
 
 @each_model

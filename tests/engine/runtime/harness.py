@@ -31,10 +31,13 @@ def our_weights(model: TinyRand, spec: ModelSpec, dtype: torch.dtype) -> dict[st
 
 
 def forward(executor: TorchExecutor, row: Row) -> torch.Tensor:
-    """Logits at every token of one row [n, V], from the executor's decoder; the row's keys and values are written."""
+    """Logits at every token of one row [n, V], from the executor's decoder; what the cache keeps of the row is written."""
     with torch.inference_mode():
-        batch = executor._batch([row], {})
-        return executor._decoder.forward(replace(batch, sampled=torch.arange(len(row.tokens))), executor._cache)[0]
+        batch = replace(executor._batch([row], {}), sampled=torch.arange(len(row.tokens)))
+        logits, states = executor._decoder.forward(batch, executor._cache)
+        for state in states:
+            executor._ops.write_states(state.values, state.plane, state.pages)
+        return logits
 
 
 @dataclass
