@@ -25,7 +25,6 @@ class Eviction:
     def __init__(self, tree: RadixTree, groups: Sequence[PageGroup], retention_s: Sequence[float]) -> None:
         """`retention_s` by class: how long an unused page stays."""
         self.evicted_pages = 0
-        self._tidied = 0  # the same, when empty namespaces were last forgotten
         self._tree, self._groups = tree, groups
         self._retention_s = tuple(retention_s)
         self._whole = [group.kind in ("full", "latent") for group in groups]
@@ -81,7 +80,9 @@ class Eviction:
         while node.parent is not None and node.alive and node.is_leaf and not any(page != NO_PAGE for page in node.pages):
             self._tree.cut(node)
             node = node.parent
-        if node.parent is not None and node.alive:
+        if node.parent is None:
+            self._tree.vacate(node)
+        elif node.alive:
             self.offer(node)
 
     def expire(self, now: float) -> float | None:
@@ -94,9 +95,7 @@ class Eviction:
                         due = min(due, entry[0] + retention_s)
                         break
                     self._evict(index, rank)
-        if self.evicted_pages != self._tidied:
-            self._tidied = self.evicted_pages
-            self._tree.forget_empty()
+        self._tree.forget_empty()
         return None if due == math.inf else due
 
     def drop(self, node: Node, index: int) -> None:

@@ -109,11 +109,14 @@ class RadixTree:
     def __init__(self, groups: int) -> None:
         self._groups = groups
         self._roots: dict[Namespace, Node] = {}
+        self._names: dict[Node, Namespace] = {}  # the same, from root to namespace
+        self._vacant: set[Node] = set()  # roots that held nothing when they were last looked at
 
     def root(self, namespace: Namespace) -> Node:
         root = self._roots.get(namespace)
         if root is None:
             root = self._roots[namespace] = Node(b"", None, 0, [NO_PAGE] * self._groups)
+            self._names[root] = namespace
         return root
 
     def path(self, namespace: Namespace, data: bytes, limit: int) -> list[Node]:
@@ -144,9 +147,17 @@ class RadixTree:
         del node.parent.order[bisect_left(node.parent.order, node.key)]
         node.alive = False
 
+    def vacate(self, root: Node) -> None:
+        """Have `root` forgotten with the next `forget_empty`, if it holds nothing now nor then."""
+        if root.is_leaf:
+            self._vacant.add(root)
+
     def forget_empty(self) -> None:
-        """Drop the roots of namespaces that hold nothing."""
-        self._roots = {namespace: root for namespace, root in self._roots.items() if not root.is_leaf}
+        """Drop the roots of namespaces that hold nothing. Looks at those alone that were vacated."""
+        for root in self._vacant:
+            if root.is_leaf and root in self._names:
+                del self._roots[self._names.pop(root)]
+        self._vacant.clear()
 
     def pinned(self) -> Iterator[Node]:
         """The pinned nodes: whatever is above one is pinned as well."""

@@ -93,8 +93,18 @@ def test_what_is_cut_leaves_nothing_behind(seed: int) -> None:
         tree.cut(node)
         assert not node.alive and len(list(tree.nodes())) == len(nodes) - count == len(root.order)
         assert root.order == sorted([*root.children, *root.tails])
+    tree.vacate(root)
     tree.forget_empty()
-    assert tree.path(Namespace(), b"", 0) == []
+    assert tree.path(Namespace(), b"", 0) == [] and tree.root(Namespace()) is not root
+
+
+def test_a_root_that_is_in_use_again_is_not_forgotten() -> None:
+    tree = RadixTree(1)
+    root = tree.root(Namespace())
+    tree.vacate(root)
+    tree.add(root, key_of([1]))
+    tree.forget_empty()
+    assert tree.root(Namespace()) is root
 
 
 def test_only_leaves_can_be_cut_and_a_page_is_there_once() -> None:

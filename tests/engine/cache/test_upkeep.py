@@ -56,6 +56,22 @@ def test_namespaces_whose_pages_were_evicted_are_forgotten() -> None:
     assert len(cache._tree._roots) <= 2
 
 
+@pytest.mark.parametrize("sharing", [True, False])
+@pytest.mark.parametrize("computed", [0, 20])
+def test_namespaces_of_sequences_that_left_nothing_are_forgotten(sharing: bool, computed: int) -> None:
+    """A client with a new salt for every request, whose requests fail, are cancelled at once or run without sharing."""
+    cache = CacheManager(layout_of(None), [50], sharing=sharing)
+    running = cache.open(Namespace(salt="0"), [1], retention="rest", pin=None, prompt_tokens=1, now=0.0)
+    for kind in range(100):
+        name = Namespace(salt=str(kind))
+        lease = cache.open(name, ids(1, 1, 4), retention="rest", pin=None, prompt_tokens=20, now=1.0)
+        cache.extend(lease, 20)
+        cache.confirm(lease, computed, 1.0)
+        cache.discard(lease)
+        cache.expire(1.0)
+    assert list(cache._tree._roots.values()) == [running.root], "only that of the one that runs is left"
+
+
 # --- cost ------------------------------------------------------------------------------------------------------------------------
 
 
