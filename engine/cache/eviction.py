@@ -99,8 +99,11 @@ class Eviction:
         return None if due == math.inf else due
 
     def drop(self, node: Node, index: int) -> None:
-        """Let go of a page, unless a lease has it or something needs the node that it goes with."""
-        if not self._groups[index].owners(node.pages[index]) and (node.is_leaf or not self._whole[index]):
+        """Let go of a page, unless a lease goes through it or something needs the node that it goes with.
+
+        Whoever owns a page of a leaf only copies from it, and has it until then though nobody else finds it any more.
+        """
+        if node.is_leaf or not (self._whole[index] or self._groups[index].owners(node.pages[index])):
             self._take_out(node, index)
 
     def home(self, index: int, page: int) -> Node | None:

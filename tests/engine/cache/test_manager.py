@@ -215,6 +215,22 @@ def test_a_failed_sequence_leaves_nothing_that_it_alone_computed() -> None:
     assert run.cache.cached_pages == before and cached(run, [*ids(1, 2), *ids(2, 3)]) == 2 * B
 
 
+@pytest.mark.parametrize("kinds", [(None,), (None, 20), (20,)])
+def test_a_failed_sequence_leaves_nothing_that_another_copies_only_the_start_of(kinds: tuple[Kind, ...]) -> None:
+    run = CacheRun(kinds, [20] * len(kinds))
+    failed = run.open(ids(1, 1, 4))
+    run.feed(failed, 10)
+    fork = run.open([*ids(1, 0, 10), 5, 6])
+    copies = run.cache.begin(fork, 10)
+    assert fork.hit == 10 and len(copies) == len(kinds)
+    run.feed(failed, B - 10)
+    run.discard(failed)
+    assert cached(run, ids(1, 1)) == 0, "six tokens of it nobody else computed"
+    assert run.cache.begin(fork, 10) == copies and run.cache.used_pages == 2 * len(kinds)
+    run.feed(fork, 2)
+    assert run.cache.used_pages == len(kinds) and run.cache.cached_pages == 0
+
+
 # --- windows and states ----------------------------------------------------------------------------------------------------------
 
 
