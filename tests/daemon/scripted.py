@@ -111,10 +111,17 @@ class Scripted:
         whole = {"scripts": [list(script) for script in scripts] or [[]], "log": str(self.folder / "worker.log"), **plan}
         (self.folder / "plan.json").write_text(json.dumps(whole))
 
+    @property
+    def loaded(self) -> list[dict[str, Any]]:
+        """What `/api/ps` shows."""
+        reply = self.get("/api/ps")
+        assert reply.status == 200, (reply.status, reply.body, self.log[-4000:])
+        return reply.json["models"]
+
     def unload(self) -> None:
-        for model in self.get("/api/ps").json["models"]:
+        for model in self.loaded:
             self.post("/api/generate", {"model": model["name"], "keep_alive": 0})
-        until(lambda: self.get("/api/ps").json["models"] == [] or None)
+        until(lambda: self.loaded == [] or None)
 
     def events(self, kind: str = "") -> list[dict[str, Any]]:
         """What the worker logged, in order."""
@@ -160,7 +167,7 @@ def scripted_daemon(model_folder: Path, **variables: str) -> Iterator[Scripted]:
 
 def wait_calm(scripted: Scripted) -> None:
     """Until no request is in work."""
-    until(lambda: all(model["requests"] == 0 for model in scripted.get("/api/ps").json["models"]) or None)
+    until(lambda: all(model["requests"] == 0 for model in scripted.loaded) or None)
 
 
 def read_events(sock: socket.socket, count: int, separator: bytes = b"\n\n") -> list[tuple[float, bytes]]:

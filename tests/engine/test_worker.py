@@ -17,6 +17,7 @@ import pytest
 
 from engine.built import Built, EngineOptions, NeedsReload
 from engine.errors import OutOfMemory
+from engine.runtime.batch import StepInputs
 from engine.types import (
     AbortRequest,
     AddRequest,
@@ -313,10 +314,15 @@ def test_a_growth_that_breaks_is_the_end(serving: Callable[[Build], Served]) -> 
 
 def test_an_engine_that_gives_up_leaves_those_who_wait_untouched(serving: Callable[[Build], Served]) -> None:
     """They are neither named nor ended: the daemon gives them to the next worker."""
-    fault = ScriptedExecutor([3], fault=lambda inputs: "lost" if inputs.step >= 4 else None)
-    peer = serving(scripted_build(fault, max_sequences=2))
+    lost: list[int] = []  # from the first step on that has both sequences, however late they arrive
+
+    def fault(inputs: StepInputs) -> str | None:
+        lost.extend([inputs.step] if len(inputs.rows) == 2 else [])
+        return "lost" if lost else None
+
+    peer = serving(scripted_build(ScriptedExecutor([3], fault=fault, step_ms=1), max_sequences=2))
     peer.load(ANY_MODEL)
-    peer.send(*(AddRequest(EngineRequest(id=i, prompt=[1], max_tokens=9)) for i in range(6)))
+    peer.send(*(AddRequest(EngineRequest(id=i, prompt=[1], max_tokens=500)) for i in range(6)))
     while not isinstance(event := peer.event(), Failed):
         assert event is not None
     named = {request for kind, ids in peer.frames if kind == "scheduled" for request in ids}
