@@ -47,7 +47,8 @@ class LoadedModel:
         self.load_ms = 0.0
         self.gone = asyncio.Event()
         self.loading: asyncio.Task[None] | None = None
-        self.expiry: asyncio.TimerHandle | None = None
+        self.expiry: asyncio.Handle | None = None  # for 0 s uvloop gives a handle that knows no time
+        self.expires_at = math.inf  # monotonic seconds, while there is an expiry
         self._growing = asyncio.Lock()
         self._worker: WorkerClient | None = None
         self._text: TextSide | None = None
@@ -127,4 +128,4 @@ class LoadedModel:
         """Seconds until it is unloaded, infinite while it is used or kept for ever."""
         if self.expiry is None:
             return math.inf if self.keep_alive_s == math.inf or self.active else self.keep_alive_s
-        return max(0.0, self.expiry.when() - asyncio.get_running_loop().time())
+        return max(0.0, self.expires_at - time.monotonic())

@@ -171,6 +171,7 @@ class ModelManager:
             self._stop(model)
         elif model.state == "ready" and model.keep_alive_s != math.inf:
             self._disarm(model)
+            model.expires_at = time.monotonic() + model.keep_alive_s
             model.expiry = asyncio.get_running_loop().call_later(model.keep_alive_s, self._expire, model)
 
     def _disarm(self, model: LoadedModel) -> None:

@@ -51,6 +51,17 @@ def test_kept_alive_from_the_end_of_the_last_use(run: Run) -> None:
     run(work, keep_alive_s=0.3)
 
 
+def test_a_model_that_is_to_go_at_once_can_be_asked_when(run: Run) -> None:
+    """uvloop answers call_later(0) with a handle that has no time."""
+
+    async def work(bench: Bench) -> None:
+        async with bench.models.lease("a", keep_alive_s=0.0) as model:
+            pass
+        assert model.expiry is not None and model.expires_in_s == 0.0
+
+    run(work)
+
+
 @pytest.mark.parametrize(("keep_alive_s", "stays"), [(0.0, False), (math.inf, True)])
 def test_keep_alive_of_a_request(run: Run, keep_alive_s: float, stays: bool) -> None:
     async def work(bench: Bench) -> None:
