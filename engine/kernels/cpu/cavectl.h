@@ -1,0 +1,86 @@
+// The C ABI of the CPU backend: what engine/kernels/cpu/lib.py calls through ctypes. Plain integers, floats and buffers only.
+//
+// Every function that can fail returns 0 or a negative code and leaves a line for a person in the `error` buffer
+// (CAVECTL_ERROR_BYTES, NUL-terminated). No function throws, none prints. Calls on one engine come from one thread at a time.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define CAVECTL_ABI 1
+#define CAVECTL_ERROR_BYTES 512
+#define CAVECTL_INVALID (-1)  // the caller's input breaks a rule; nothing was changed
+#define CAVECTL_MEMORY (-2)   // the system gave no memory; all is as it was
+#define CAVECTL_INTERNAL (-3)
+
+int32_t cavectl_abi(void);
+
+// The instruction sets this build has and this machine runs, best first, separated by commas: "avx512,avx2,scalar".
+const char* cavectl_isas(void);
+
+// --- packing (pack.cpp) ---------------------------------------------------------------------------------------------------------
+
+// One tensor of a checkpoint into its packed form. `type` is the GGUF type's name ("Q4_1", "F16", "BF16", "F32", ...).
+// source: [rows][bytes of a row]; interleaved_heads: 0, or the number of heads whose rows GGUF stores with halves interleaved, to be
+// put back (engine/weights/gguf_source.py). kind: one of formats.h. target: tensor_bytes(kind, rows, columns) bytes.
+// exponent: receives the tensor's exponent (0 unless the source's scales do not fit float16 as they are).
+int32_t cavectl_pack(const char* type, const void* source, uint64_t source_bytes, uint64_t rows, uint64_t columns,
+                     uint64_t interleaved_heads, uint32_t kind, void* target, uint64_t target_bytes, int32_t* exponent,
+                     char* error);
+
+// Rows first .. first + count - 1 of a packed tensor as float32 [count][columns]. What the kernels take the weights for.
+int32_t cavectl_unpack(uint32_t kind, int32_t exponent, const void* packed, uint64_t bytes, uint64_t rows, uint64_t columns,
+                       uint64_t first, uint64_t count, float* target, char* error);
+
+// --- the sampler alone, for tests (sampler_abi.cpp) --------------------------------------------------------------------------------
+
+// words: int64 [..] and numbers: float64 [..] describe one slot as open_slot does in a step (see below). logits: float32 [vocab].
+// result: int32 status, token; top_count pairs go to top_ids / top_logprobs (room for max_top).
+int32_t cavectl_sample(const float* logits, int32_t vocab, const int64_t* words, int64_t word_count, const double* numbers,
+                       int64_t number_count, const uint8_t* mask, int32_t* status, int32_t* token, double* logprob,
+                       int32_t max_top, int32_t* top_count, int32_t* top_ids, double* top_logprobs, char* error);
+
+// A slot as words and numbers, here and in a step:
+//   words:   slot, choice, seed (bits of the unsigned), top_k, repeat_last_n, min_tokens, logprobs (-1: none),
+//            n_bias, n_stop, n_prompt, n_output, then bias ids, stop ids, prompt ids, output ids
+//   numbers: temperature, top_p, min_p, repetition, presence, frequency, then n_bias bias values
+
+// --- an engine ---------------------------------------------------------------------------------------------------------------------
+
+typedef struct cavectl_engine cavectl_engine;
+
+// packed: the mapped packed file, alive as long as the engine. plan: see plan.h. isa: a name of cavectl_isas, or "" for the best.
+// pages: of each cache group. Both buffers pass the validator before anything of them is used.
+cavectl_engine* cavectl_open(const void* packed, uint64_t packed_bytes, const void* plan, uint64_t plan_bytes, const int64_t* pages,
+                             int32_t groups, int32_t threads, const char* isa, char* error);
+
+void cavectl_close(cavectl_engine* engine);
+
+// More pages of each group; those below the old counts keep what they hold where `held` lists them (held_counts per group).
+int32_t cavectl_grow(cavectl_engine* engine, const int64_t* pages, const int64_t* held, const int64_t* held_counts, int32_t groups,
+                     char* error);
+
+// One step. words (int64) describe it:
+//   n_closed, closed slots ..., n_opened, for each: its words (numbers come one after another in `numbers`),
+//   n_copies, (group, source, target) ...,
+//   n_rows, for each: position, n_tokens, sampling slot or -1, mask offset in `masks` or -1,
+//     tokens ... (a row's only token may be -1: the last one of its slot), then for each group: n_pages, pages ...
+// Results, for each row: status (sampler.h), token, logprob, and top_count[row] pairs at row * max_top of top_ids / top_logprobs.
+int32_t cavectl_step(cavectl_engine* engine, const int64_t* words, int64_t word_count, const double* numbers, int64_t number_count,
+                     const uint8_t* masks, int64_t mask_bytes, int32_t max_rows, int32_t* status, int32_t* token, double* logprob,
+                     int32_t max_top, int32_t* top_count, int32_t* top_ids, double* top_logprobs, char* error);
+
+// For tests and evaluation: from now on each step leaves the logits of all its tokens (not only of sampled ones); copy [tokens][vocab]
+// of the last step. 0 rows when not asked for.
+int32_t cavectl_keep_logits(cavectl_engine* engine, int32_t on);
+int64_t cavectl_logits(cavectl_engine* engine, float* target, int64_t rows);
+
+// Bytes of memory that the engine itself holds (cache and workspace), without the packed file.
+int64_t cavectl_resident_bytes(cavectl_engine* engine);
+
+#ifdef __cplusplus
+}
+#endif
