@@ -6,6 +6,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#pragma GCC visibility push(default)  // the rest of the library is hidden
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -81,6 +82,13 @@ int64_t cavectl_logits(cavectl_engine* engine, float* target, int64_t rows);
 // Bytes of memory that the engine itself holds (cache and workspace), without the packed file.
 int64_t cavectl_resident_bytes(cavectl_engine* engine);
 
+// --- the machine (bandwidth.cpp) -----------------------------------------------------------------------------------------------------
+
+// Sums `bytes` of memory with so many threads, `repeats` times over; bytes_per_second receives `repeats` figures. Each thread reads a
+// part of its own that it has filled itself. Takes the time that it takes: for benchmarks only.
+int32_t cavectl_read_bandwidth(uint64_t bytes, int32_t threads, int32_t repeats, double* bytes_per_second, char* error);
+
 #ifdef __cplusplus
 }
 #endif
+#pragma GCC visibility pop
