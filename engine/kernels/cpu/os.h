@@ -1,0 +1,70 @@
+// The system calls of the CPU backend that differ between Linux and macOS: sleeping on a word, pausing in a spin, reserving memory.
+#pragma once
+#include <sys/mman.h>
+
+#include <atomic>
+#include <climits>
+#include <cstddef>
+#include <cstdint>
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#else
+#include <condition_variable>
+#include <mutex>
+#endif
+
+namespace cavectl {
+
+inline void pause_spin() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// A 32-bit word that threads may sleep on.
+class SleepWord {
+ public:
+  std::atomic<uint32_t> value{0};
+
+  // Returns when the word is not `seen` any more, or now and then for no reason.
+  void sleep_while(uint32_t seen) {
+#if defined(__linux__)
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&value), FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+#else
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [&] { return value.load() != seen; });
+#endif
+  }
+
+  void wake_all() {
+#if defined(__linux__)
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&value), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+#else
+    { std::lock_guard<std::mutex> lock(mutex_); }
+    changed_.notify_all();
+#endif
+  }
+
+ private:
+#if !defined(__linux__)
+  std::mutex mutex_;
+  std::condition_variable changed_;
+#endif
+};
+
+// Zeroed memory that costs nothing until it is written; null when the system refuses.
+inline void* reserve(size_t bytes) {
+  void* at = mmap(nullptr, bytes ? bytes : 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  return at == MAP_FAILED ? nullptr : at;
+}
+
+inline void release(void* at, size_t bytes) {
+  if (at) munmap(at, bytes ? bytes : 1);
+}
+
+}  // namespace cavectl
