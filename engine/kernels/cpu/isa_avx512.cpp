@@ -1,6 +1,7 @@
 // The kernels for AVX-512 with VNNI. Compiled with those instructions: nothing here may run before the machine was asked.
 #if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // in the header's own _mm512_undefined_ps
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // the header's own _mm512_undefined_ps
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 #include <immintrin.h>
 #include <math.h>

@@ -51,7 +51,7 @@ struct Output {
 struct KvPlane {
   uint32_t type = kKvF16;
   uint8_t *k = nullptr, *v = nullptr;
-  uint16_t *k_scale = nullptr, *v_scale = nullptr;  // int8: float16 [pages][kv_heads][16]
+  uint8_t *k_scale = nullptr, *v_scale = nullptr;  // int8: float16 [pages][kv_heads][16]
   size_t kv_heads = 0, head_dim = 0, pages = 0;
 };
 

@@ -316,8 +316,8 @@ static void write_kv_as(const KvPlane& plane, size_t head, size_t page, size_t s
   const size_t d = plane.head_dim, width = padded(d), at = page * plane.kv_heads + head;
   Item* keys = reinterpret_cast<Item*>(plane.k) + at * d * kPageTokens;
   Item* values = reinterpret_cast<Item*>(plane.v) + at * width * kPageTokens;
-  uint16_t* k_scale = kType == kKvInt8 ? plane.k_scale + at * kPageTokens + slot : nullptr;
-  uint16_t* v_scale = kType == kKvInt8 ? plane.v_scale + at * kPageTokens + slot : nullptr;
+  uint16_t* k_scale = kType == kKvInt8 ? reinterpret_cast<uint16_t*>(plane.k_scale) + at * kPageTokens + slot : nullptr;
+  uint16_t* v_scale = kType == kKvInt8 ? reinterpret_cast<uint16_t*>(plane.v_scale) + at * kPageTokens + slot : nullptr;
   Item converted[kMostHeadDim];
   convert<kType>(k, d, converted, k_scale);
   for (size_t i = 0; i < d; ++i) keys[i * kPageTokens + slot] = converted[i];
@@ -329,6 +329,10 @@ static void write_kv(const KvPlane& plane, size_t head, size_t page, size_t slot
 }
 
 // --- attention ----------------------------------------------------------------------------------------------------------------------
+
+static inline V16 scales_of(const uint8_t* scales, const KvPlane& plane, int32_t page, size_t head) {
+  return load_f16(reinterpret_cast<const uint16_t*>(scales) + (size_t(page) * plane.kv_heads + head) * kPageTokens);
+}
 
 // Scores of G query heads with the positions of kScorePages pages from `first` on, those outside low .. high - 1 minus infinity.
 template <uint32_t kType, int G>
@@ -344,7 +348,7 @@ static inline void score_pages(const KvPlane& plane, size_t head, const Tile& ti
   for (int p = 0; p < kScorePages; ++p) {  // a page that nobody sees may not be there: another stands in for it
     const int low = (first + p) * kPageTokens;
     const int page = tile.high > low && tile.low < low + kPageTokens ? first + p : in_use;
-    keys[p] = page < 0 ? nullptr : reinterpret_cast<const Item*>(plane.k) + (tile.pages[page] * plane.kv_heads + head) * d * kPageTokens;
+    keys[p] = page < 0 ? nullptr : reinterpret_cast<const Item*>(plane.k) + (size_t(tile.pages[page]) * plane.kv_heads + head) * d * kPageTokens;
   }
   V16 sums[kScorePages][G];
   for (int p = 0; p < kScorePages; ++p) {
@@ -365,7 +369,7 @@ static inline void score_pages(const KvPlane& plane, size_t head, const Tile& ti
     const int low = tile.low > start ? tile.low - start : 0;
     const int high = tile.high - start < kPageTokens ? tile.high - start : kPageTokens;
     V16 scale = splat(1.0f);
-    if (kType == kKvInt8 && high > low) scale = load_f16(plane.k_scale + (tile.pages[first + p] * plane.kv_heads + head) * kPageTokens);
+    if (kType == kKvInt8 && high > low) scale = scales_of(plane.k_scale, plane, tile.pages[first + p], head);
     for (int g = 0; g < G; ++g) {
       const V16 score = kType == kKvInt8 ? mul(sums[p][g], scale) : sums[p][g];
       store(scores + g * kTileTokens + start, high > low ? keep_lanes(score, low, high, -kInfinity) : splat(-kInfinity));
@@ -398,7 +402,7 @@ static inline void mix(const KvPlane& plane, size_t head, const Tile& tile, cons
   for (int t = tile.low; t < tile.high;) {
     const int page = t / kPageTokens, end = (page + 1) * kPageTokens < tile.high ? (page + 1) * kPageTokens : tile.high;
     const Item* values = reinterpret_cast<const Item*>(plane.v) +
-                         ((tile.pages[page] * plane.kv_heads + head) * kPageTokens + t % kPageTokens) * width + at;
+                         ((size_t(tile.pages[page]) * plane.kv_heads + head) * kPageTokens + size_t(t % kPageTokens)) * width + at;
     for (; t < end; ++t, values += width) {
       V16 v[C];
       for (int c = 0; c < C; ++c) v[c] = Kv<kType>::take(values + 16 * c);
@@ -420,7 +424,7 @@ static void attend_heads(const KvPlane& plane, size_t head, const Tile& tile, co
   for (int g = 0; g < G; ++g) out.sum[g] = weigh(scores + g * kTileTokens, out.best + g);
   if constexpr (kType == kKvInt8) {
     for (int p = tile.low / kPageTokens; p * kPageTokens < tile.high; ++p) {
-      const V16 scale = load_f16(plane.v_scale + (tile.pages[p] * plane.kv_heads + head) * kPageTokens);
+      const V16 scale = scales_of(plane.v_scale, plane, tile.pages[p], head);
       for (int g = 0; g < G; ++g) {
         float* at = scores + g * kTileTokens + p * kPageTokens;
         store(at, mul(load(at), scale));

@@ -1,0 +1,208 @@
+// A step from token ids to sampled ids: every thread runs StepRun::work and takes its share of each phase.
+//
+//   embed | [norm, int8] q k v | attention | [int8] o, added | [norm, int8] gate up | [int8] down, added | ... | norm, head | sample
+//
+// Each bar is a barrier. What stands in brackets every thread does for itself when there are few tokens, else all share it.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "step_run.h"
+
+namespace cavectl {
+
+size_t StepRun::piece(size_t total) const {
+  const size_t size = total / (8 * size_t(engine.pool_.threads()));
+  return size < 1 ? 1 : size > 32 ? 32 : size;
+}
+
+size_t StepRun::phases() const { return 16 + 10 * engine.model_.layers.size(); }
+
+bool StepRun::need_memory() {
+  const Model& model = engine.model_;
+  Workspace& w = engine.work_;
+  size_t hidden = padded(model.hidden), wide = 0, narrow = 0, ffn = 0;
+  for (const Layer& layer : model.layers) {
+    wide = std::max(wide, padded(layer.heads * layer.head_dim));
+    narrow = std::max(narrow, padded(layer.kv_heads * layer.head_dim));
+    ffn = std::max(ffn, padded(layer.up.rows));
+  }
+  const size_t t = std::max<size_t>(tokens(), 1), columns = std::max(hidden, std::max(wide, ffn)), blocks = columns / kBlockColumns + 1;
+  const auto floats = [](Buffer& buffer, size_t count) { return buffer.need(count * sizeof(float)); };
+  bool had = floats(w.x, t * hidden) && floats(w.q, t * wide) && floats(w.k, t * narrow) && floats(w.v, t * narrow) &&
+             floats(w.mixed, t * wide) && floats(w.h, t * ffn) && floats(w.logits, wanted.size() * padded(model.vocab)) &&
+             floats(w.rope, t * model.ropes.size() * 2 * most_rope) && floats(w.f, t * columns) && w.i8.need(t * blocks * kBlockColumns) &&
+             floats(w.d, t * blocks) && floats(w.s, t * blocks) && floats(w.s16, 2 * t * blocks) && floats(w.i, t * blocks) &&
+             floats(w.i16, 2 * t * blocks);
+  size_t partials = 0;
+  for (const auto& group : tasks) {
+    size_t tiles = 0;
+    for (const AttentionTask& task : group) tiles += task.parts > 1 ? task.end_tile - task.first_tile : 0;
+    partials = std::max(partials, tiles);
+  }
+  had = had && floats(w.partial, partials * most_kv_heads * most_group * (most_width + 2));
+  for (auto& own : engine.private_) {
+    const size_t heads = kBlockTokens * most_group, few = kFewTokens;
+    had = had && floats(own->f, few * columns) && own->i8.need(few * blocks * kBlockColumns) && floats(own->d, few * blocks) &&
+          floats(own->s, few * blocks) && floats(own->s16, 2 * few * blocks) && floats(own->i, few * blocks) &&
+          floats(own->i16, 2 * few * blocks) &&
+          floats(own->heads, (2 * heads + most_group + 1) * most_width + most_group * kTileTokens + 2 * (heads + most_group));
+    if (!had) return false;
+    float* at = own->heads.as<float>();
+    own->q = at;
+    own->total.values = at + heads * most_width;
+    own->tile.values = own->total.values + heads * most_width;
+    own->key = own->tile.values + most_group * most_width;
+    own->scores = own->key + most_width;
+    own->total.best = own->scores + most_group * kTileTokens;
+    own->total.sum = own->total.best + heads;
+    own->tile.best = own->total.sum + heads;
+    own->tile.sum = own->tile.best + most_group;
+  }
+  return had;
+}
+
+void StepRun::embed(Lane& lane) {
+  const Model& model = engine.model_;
+  const Workspace& w = engine.work_;
+  size_t first, end;
+  while (engine.pool_.claim(lane.phase, tokens(), piece(tokens()), first, end)) {
+    for (size_t t = first; t < end; ++t) {
+      float* x = w.x.as<float>() + t * padded(model.hidden);
+      engine.kernels_.unpack_row(model.embed, size_t(step.tokens[t]), model.embedding_scale, x);
+      for (size_t i = model.hidden; i < padded(model.hidden); ++i) x[i] = 0;
+      for (size_t r = 0; r < model.ropes.size(); ++r) {
+        const Rope& rope = model.ropes[r];
+        float* table = w.rope.as<float>() + (r * tokens() + t) * 2 * most_rope;
+        for (size_t i = 0; i < rope.frequencies.size(); ++i) {
+          const double angle = double(position_of[t]) * rope.frequencies[i];
+          table[i] = float(std::cos(angle) * rope.attention_factor);
+          table[most_rope + i] = float(std::sin(angle) * rope.attention_factor);
+        }
+      }
+    }
+  }
+  ++lane.phase;
+  engine.pool_.barrier();
+}
+
+Activations StepRun::inputs(Lane& lane, const float* x, size_t stride, size_t columns, const Vector* norm, float epsilon, bool integers,
+                            const std::vector<size_t>* which) {
+  const size_t count = which ? which->size() : tokens();
+  const bool few = count <= kFewTokens;
+  Engine::Private& own = *engine.private_[size_t(lane.worker)];
+  const Workspace& w = engine.work_;
+  Activations a;
+  a.columns = columns;
+  a.blocks = columns / kBlockColumns;
+  a.stride = norm || which ? padded(columns) : stride;
+  a.f = norm || which ? (few ? own.f : w.f).as<float>() : const_cast<float*>(x);
+  a.q = (few ? own.i8 : w.i8).as<int8_t>();
+  a.d = (few ? own.d : w.d).as<float>();
+  a.s = (few ? own.s : w.s).as<float>();
+  a.s16 = (few ? own.s16 : w.s16).as<float>();
+  a.i = (few ? own.i : w.i).as<int32_t>();
+  a.i16 = (few ? own.i16 : w.i16).as<int32_t>();
+  if (!norm && !integers) return a;
+  const auto make = [&](size_t first, size_t end) {
+    for (size_t t = first; t < end; ++t) {
+      const float* from = x + (which ? (*which)[t] : t) * stride;
+      if (norm) engine.kernels_.rms_norm(from, norm->data(), columns, epsilon, a.f + t * a.stride);
+      if (integers) engine.kernels_.quantise(a, t);
+    }
+  };
+  if (few) {
+    make(0, count);
+    return a;
+  }
+  size_t first, end;
+  while (engine.pool_.claim(lane.phase, count, piece(count), first, end)) make(first, end);
+  ++lane.phase;
+  engine.pool_.barrier();
+  return a;
+}
+
+void StepRun::products(Lane& lane, const Product* products, size_t count, const Activations& x, size_t tokens) {
+  size_t total = 0, first, end;
+  for (size_t i = 0; i < count; ++i) total += products[i].matrix->panels;
+  while (engine.pool_.claim(lane.phase, total, piece(total), first, end)) {
+    size_t start = 0;
+    for (size_t i = 0; i < count; start += products[i++].matrix->panels) {
+      const size_t from = std::max(first, start), to = std::min(end, start + products[i].matrix->panels);
+      if (from < to) engine.kernels_.matmul(*products[i].matrix, x, tokens, from - start, to - from, products[i].out);
+    }
+  }
+  ++lane.phase;
+  engine.pool_.barrier();
+}
+
+void StepRun::feed(Lane& lane, const Layer& layer, const Activations& x) {
+  const Output out{engine.work_.h.as<float>(), padded(layer.up.rows), false};
+  size_t first, end;
+  while (engine.pool_.claim(lane.phase, layer.up.panels, piece(layer.up.panels), first, end)) {
+    engine.kernels_.feed(layer.gated ? &layer.gate : nullptr, layer.up, layer.activation, x, tokens(), first, end - first, out);
+  }
+  ++lane.phase;
+  engine.pool_.barrier();
+}
+
+void StepRun::work(int worker) {
+  const Model& model = engine.model_;
+  const Workspace& w = engine.work_;
+  const size_t stride = padded(model.hidden), all = tokens();
+  float* x = w.x.as<float>();
+  Lane lane{worker};
+  embed(lane);
+  for (size_t i = 0; i < model.layers.size(); ++i) {
+    const Layer& layer = model.layers[i];
+    const size_t wide = padded(layer.heads * layer.head_dim), narrow = padded(layer.kv_heads * layer.head_dim);
+    const bool integers = is_integer(layer.q.kind) || is_integer(layer.k.kind) || is_integer(layer.v.kind);
+    Activations a = inputs(lane, x, stride, model.hidden, &layer.mixer_norm, layer.mixer_epsilon, integers);
+    const Product qkv[] = {{&layer.q, {w.q.as<float>(), wide, false}},
+                           {&layer.k, {w.k.as<float>(), narrow, false}},
+                           {&layer.v, {w.v.as<float>(), narrow, false}}};
+    products(lane, qkv, 3, a, all);
+    attention(lane, i);
+    a = inputs(lane, w.mixed.as<float>(), wide, layer.heads * layer.head_dim, nullptr, 0, is_integer(layer.o.kind));
+    const Product o{&layer.o, {x, stride, true}};
+    products(lane, &o, 1, a, all);
+    const bool fed_integers = is_integer(layer.up.kind) || (layer.gated && is_integer(layer.gate.kind));
+    a = inputs(lane, x, stride, model.hidden, &layer.ffn_norm, layer.ffn_epsilon, fed_integers);
+    feed(lane, layer, a);
+    a = inputs(lane, w.h.as<float>(), padded(layer.up.rows), layer.up.rows, nullptr, 0, is_integer(layer.down.kind));
+    const Product down{&layer.down, {x, stride, true}};
+    products(lane, &down, 1, a, all);
+  }
+  if (wanted.empty()) return;
+  const Activations a = inputs(lane, x, stride, model.hidden, &model.final_norm, model.final_epsilon, is_integer(model.head.kind), &wanted);
+  const Product head{&model.head, {w.logits.as<float>(), padded(model.vocab), false}};
+  products(lane, &head, 1, a, wanted.size());
+  sample_rows(lane);
+}
+
+void StepRun::sample_rows(Lane& lane) {
+  const Model& model = engine.model_;
+  const size_t width = padded(model.vocab);
+  size_t first, end;
+  if (model.logit_scale != 1.0f) {
+    while (engine.pool_.claim(lane.phase, wanted.size(), 1, first, end)) {
+      for (size_t n = first; n < end; ++n) {
+        float* at = engine.work_.logits.as<float>() + n * width;
+        for (size_t i = 0; i < model.vocab; ++i) at[i] *= model.logit_scale;
+      }
+    }
+    ++lane.phase;
+    engine.pool_.barrier();
+  }
+  while (engine.pool_.claim(lane.phase, sampled.size(), 1, first, end)) {
+    for (size_t n = first; n < end; ++n) {
+      const StepRow& row = step.rows[sampled[n]];
+      const float* logits = engine.work_.logits.as<float>() + logit_of[n] * width;
+      sample(logits, int32_t(model.vocab), engine.slots_[size_t(row.slot)], row.mask, engine.scratch_[size_t(lane.worker)],
+             samples[sampled[n]]);
+    }
+  }
+  ++lane.phase;
+}
+
+}  // namespace cavectl
