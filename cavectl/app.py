@@ -38,6 +38,7 @@ COMMANDS: Mapping[str, Entry] = MappingProxyType(
         "show": Entry("cavectl.commands.models:show", "Show what a model is."),
         "verify": Entry("cavectl.commands.verify:verify", "Hash the files of models again, and compare."),
         "rm": Entry("cavectl.commands.models:remove", "Remove models."),
+        "bench": Entry("cavectl.commands.bench:bench", "Measure how fast a model is here: tokens per second, engine only."),
         "ps": Entry("cavectl.commands.models:loaded", "List the models in memory."),
         "stop": Entry("cavectl.commands.models:stop", "Take a model out of memory."),
         "serve": Entry("cavectl.commands.daemon:serve", "Run the daemon here, until Ctrl-C."),

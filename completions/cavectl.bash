@@ -17,7 +17,7 @@ _cavectl() {
     daemon) if ((place + 1 < last)); then command="$command ${typed[place + 1]}"; fi ;;
   esac
   case $command in
-    "") words="run pull import list show verify rm ps stop serve daemon" flags="--url --version --help" ;;
+    "") words="run pull import list show verify rm bench ps stop serve daemon" flags="--url --version --help" ;;
     daemon) words="start stop status logs" ;;
     "run")
       case $previous in
@@ -55,6 +55,16 @@ _cavectl() {
     "rm")
       kind=${kind:-models}
       flags="-h --help" ;;
+    "bench")
+      case $previous in
+        --tests) kind=nothing ;;
+        --reps) kind=nothing ;;
+        --threads) kind=nothing ;;
+        --kv-dtype) kind=value words="auto float16 float32 int8" ;;
+        --backend) kind=value words="auto reference cpu cuda" ;;
+      esac
+      kind=${kind:-models}
+      flags="--tests --reps --threads --kv-dtype --backend --json -h --help" ;;
     "ps")
       kind=${kind:-nothing}
       flags="--json -h --help" ;;

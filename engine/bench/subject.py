@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -21,6 +21,10 @@ from engine.cache.layout import CacheLayout
 from engine.engine import Engine
 from engine.runtime.executor import Executor
 from engine.types import LoadedInfo, ModelInfo, WorkerConfig
+
+if TYPE_CHECKING:
+    from engine.cache.layout import KvDtype
+    from engine.models.spec import ModelSpec
 
 CONTEXT_TOKENS = 8192
 MAX_STEP_TOKENS = 512  # of every part that does not say otherwise; the product's default
@@ -59,6 +63,34 @@ class Subject:
         return Drive(engine, self.clock)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """How a model is loaded to be measured. The cache has half as much again as one context, and `least_pages` of each group."""
+
+    context_tokens: int = CONTEXT_TOKENS
+    max_step_tokens: int = WIDEST_STEP_TOKENS
+    max_sequences: int = MAX_SEQUENCES
+    least_pages: int = LEAST_PAGES
+    backend: str = "auto"
+    kv_dtype: str = ""  # "": the product's default
+    threads: int | None = None
+
+    def config(self, path: str) -> WorkerConfig:
+        config = WorkerConfig(
+            model_path=path,
+            format="safetensors" if os.path.isdir(path) else "gguf",
+            backend=self.backend,  # pyright: ignore[reportArgumentType]  # of a command line that knows them
+            context_tokens=self.context_tokens,
+            max_step_tokens=self.max_step_tokens,
+            max_sequences=self.max_sequences,
+            threads=self.threads,
+        )
+        return msgspec.structs.replace(config, kv_dtype=self.kv_dtype) if self.kv_dtype else config
+
+
+DEFAULT_SETUP = Setup()
+
+
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """A subject, and what is told of the model it is."""
@@ -66,9 +98,10 @@ class Loaded:
     subject: Subject
     info: LoadedInfo
     model: ModelInfo
+    read_weight_bytes: int  # in a step: all of them but an embedding that is not the head as well
 
 
-def load_subject(path: str, progress: Callable[[str, float], Any]) -> Loaded:
+def load_subject(path: str, progress: Callable[[str, float], Any], setup: Setup = DEFAULT_SETUP) -> Loaded:
     """Load `path` (a .gguf file or a folder) as the worker would. Raises what build_engine raises."""
     from engine.cache.layout import cache_layout
     from engine.cache.pool import context_pages, pages_bytes, pages_for_budget
@@ -76,13 +109,7 @@ def load_subject(path: str, progress: Callable[[str, float], Any]) -> Loaded:
     from engine.runtime.load import build_engine
     from engine.weights.source import open_source
 
-    config = WorkerConfig(
-        model_path=path,
-        format="safetensors" if os.path.isdir(path) else "gguf",
-        context_tokens=CONTEXT_TOKENS,
-        max_step_tokens=WIDEST_STEP_TOKENS,
-        max_sequences=MAX_SEQUENCES,
-    )
+    config = setup.config(path)
     source = open_source(config.model_path, config.format)
     try:
         model = source.info
@@ -90,17 +117,30 @@ def load_subject(path: str, progress: Callable[[str, float], Any]) -> Loaded:
     finally:
         source.close()
     config = msgspec.structs.replace(config, context_tokens=min(config.context_tokens, spec.context_tokens))
-    layout = cache_layout(spec, config.kv_dtype)
-    wanted = [max(LEAST_PAGES, pages * 3 // 2) for pages in context_pages(layout, config.context_tokens)]
-    config = msgspec.structs.replace(config, kv_memory_bytes=pages_bytes(layout, wanted))
+    budget_layout = cache_layout(spec, _known_kv_dtype(config.kv_dtype))
+    wanted = [max(setup.least_pages, pages * 3 // 2) for pages in context_pages(budget_layout, config.context_tokens)]
+    config = msgspec.structs.replace(config, kv_memory_bytes=pages_bytes(budget_layout, wanted))
     built = build_engine(config, progress)
+    layout = cache_layout(spec, _known_kv_dtype(built.info.kv_dtype))
     pages = pages_for_budget(
         layout,
-        pages_bytes(layout, wanted),
+        pages_bytes(budget_layout, wanted),
         context_tokens=config.context_tokens,
         max_sequences=config.max_sequences,
         max_step_tokens=config.max_step_tokens,
     )
     assert sum(pages) == built.info.pages_total, "the loader shared the cache's memory otherwise"
     subject = Subject(built.engine.executor, layout, pages, built.info.context_tokens, built.info.vocab_size)
-    return Loaded(subject, built.info, model)
+    return Loaded(subject, built.info, model, _read_weight_bytes(spec, built.info))
+
+
+def _known_kv_dtype(kv_dtype: str) -> KvDtype:
+    """Before a model is loaded nobody knows what "auto" will be: float32 takes the most."""
+    return "float32" if kv_dtype == "auto" else kv_dtype  # pyright: ignore[reportReturnType]
+
+
+def _read_weight_bytes(spec: ModelSpec, info: LoadedInfo) -> int:
+    """The embedding's share is taken for that of its parameters."""
+    if spec.tied_embeddings:
+        return info.weight_bytes
+    return round(info.weight_bytes * (1 - spec.vocab_size * spec.hidden / info.parameters))

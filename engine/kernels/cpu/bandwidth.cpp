@@ -11,9 +11,12 @@
 #include <thread>
 #include <vector>
 
+#include "abi_error.h"
 #include "cavectl.h"
 
 namespace {
+
+using cavectl::fail;
 
 constexpr uint64_t kLines = 4 * 64;  // bytes: a line of memory for each stream of `sum`
 
@@ -85,12 +88,6 @@ void work(Measurement& m, int worker) {
     m.gate.meet();
     if (worker == 0) m.figures[repeat] = double(m.words) * sizeof(uint64_t) * m.threads / seconds_since(start);
   }
-}
-
-int32_t fail(char* error, int32_t code, const char* message) {
-  std::strncpy(error, message, CAVECTL_ERROR_BYTES - 1);
-  error[CAVECTL_ERROR_BYTES - 1] = 0;
-  return code;
 }
 
 // Starts the others and works itself. Threads that wait at the gate for one that cannot be had would wait for ever: so they are all
