@@ -46,9 +46,9 @@ bool page_counts(const int64_t* pages, int32_t groups, std::vector<size_t>& out)
 
 extern "C" {
 
-CAVECTL_EXPORT int32_t cavectl_abi(void) { return CAVECTL_ABI; }
+int32_t cavectl_abi(void) { return CAVECTL_ABI; }
 
-CAVECTL_EXPORT const char* cavectl_isas(void) {
+const char* cavectl_isas(void) {
   static const std::string all = [] {
     const char* names[8];
     const int count = cavectl::list_kernels(names, 8);
@@ -59,7 +59,7 @@ CAVECTL_EXPORT const char* cavectl_isas(void) {
   return all.c_str();
 }
 
-CAVECTL_EXPORT cavectl_engine* cavectl_open(const void* packed, uint64_t packed_bytes, const void* plan, uint64_t plan_bytes,
+cavectl_engine* cavectl_open(const void* packed, uint64_t packed_bytes, const void* plan, uint64_t plan_bytes,
                                             const int64_t* pages, int32_t groups, int32_t threads, const char* isa, char* error) {
   cavectl_engine* opened = nullptr;
   guarded(error, [&] {
@@ -80,9 +80,9 @@ CAVECTL_EXPORT cavectl_engine* cavectl_open(const void* packed, uint64_t packed_
   return opened;
 }
 
-CAVECTL_EXPORT void cavectl_close(cavectl_engine* engine) { delete engine; }
+void cavectl_close(cavectl_engine* engine) { delete engine; }
 
-CAVECTL_EXPORT int32_t cavectl_grow(cavectl_engine* engine, const int64_t* pages, const int64_t* held, const int64_t* held_counts,
+int32_t cavectl_grow(cavectl_engine* engine, const int64_t* pages, const int64_t* held, const int64_t* held_counts,
                                     int32_t groups, char* error) {
   return guarded(error, [&]() -> int32_t {
     std::vector<size_t> counts;
@@ -102,7 +102,7 @@ CAVECTL_EXPORT int32_t cavectl_grow(cavectl_engine* engine, const int64_t* pages
   });
 }
 
-CAVECTL_EXPORT int32_t cavectl_step(cavectl_engine* engine, const int64_t* words, int64_t word_count, const double* numbers,
+int32_t cavectl_step(cavectl_engine* engine, const int64_t* words, int64_t word_count, const double* numbers,
                                     int64_t number_count, const uint8_t* masks, int64_t mask_bytes, int32_t max_rows, int32_t* status,
                                     int32_t* token, double* logprob, int32_t max_top, int32_t* top_count, int32_t* top_ids,
                                     double* top_logprobs, char* error) {
@@ -122,7 +122,8 @@ CAVECTL_EXPORT int32_t cavectl_step(cavectl_engine* engine, const int64_t* words
       const cavectl::Sample& sample = engine->samples[r];
       status[r] = sample.status;
       token[r] = sample.token;
-      logprob[r] = sample.logprob;
+      const cavectl::Slot* slot = engine->engine.slot(step.rows[r].slot);
+      logprob[r] = slot && slot->params.logprobs >= 0 ? sample.logprob : __builtin_nan("");
       const size_t count = std::min(sample.top.size(), size_t(max_top < 0 ? 0 : max_top));
       top_count[r] = int32_t(count);
       for (size_t i = 0; i < count; ++i) {
@@ -134,12 +135,12 @@ CAVECTL_EXPORT int32_t cavectl_step(cavectl_engine* engine, const int64_t* words
   });
 }
 
-CAVECTL_EXPORT int32_t cavectl_keep_logits(cavectl_engine* engine, int32_t on) {
+int32_t cavectl_keep_logits(cavectl_engine* engine, int32_t on) {
   engine->engine.keep_logits = on != 0;
   return 0;
 }
 
-CAVECTL_EXPORT int64_t cavectl_logits(cavectl_engine* engine, float* target, int64_t rows) {
+int64_t cavectl_logits(cavectl_engine* engine, float* target, int64_t rows) {
   size_t kept = 0;
   const float* from = engine->engine.kept_logits(kept);
   const size_t vocab = engine->engine.model().vocab, width = cavectl::padded(vocab);
@@ -149,6 +150,6 @@ CAVECTL_EXPORT int64_t cavectl_logits(cavectl_engine* engine, float* target, int
   return int64_t(kept);
 }
 
-CAVECTL_EXPORT int64_t cavectl_resident_bytes(cavectl_engine* engine) { return int64_t(engine->engine.resident_bytes()); }
+int64_t cavectl_resident_bytes(cavectl_engine* engine) { return int64_t(engine->engine.resident_bytes()); }
 
 }  // extern "C"

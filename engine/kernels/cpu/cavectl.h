@@ -69,7 +69,7 @@ int32_t cavectl_grow(cavectl_engine* engine, const int64_t* pages, const int64_t
 //   n_copies, (group, source, target) ...,
 //   n_rows, for each: position, n_tokens, sampling slot or -1, mask offset in `masks` or -1,
 //     tokens ... (a row's only token may be -1: the last one of its slot), then for each group: n_pages, pages ...
-// Results, for each row: status (sampler.h), token, logprob, and top_count[row] pairs at row * max_top of top_ids / top_logprobs.
+// Results, for each row: status (sampler.h), token, logprob (NaN when its slot asks for none), and top_count[row] pairs at row * max_top of top_ids / top_logprobs.
 int32_t cavectl_step(cavectl_engine* engine, const int64_t* words, int64_t word_count, const double* numbers, int64_t number_count,
                      const uint8_t* masks, int64_t mask_bytes, int32_t max_rows, int32_t* status, int32_t* token, double* logprob,
                      int32_t max_top, int32_t* top_count, int32_t* top_ids, double* top_logprobs, char* error);
