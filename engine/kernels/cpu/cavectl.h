@@ -27,6 +27,7 @@ const char* cavectl_isas(void);
 // One tensor of a checkpoint into its packed form. `type` is the GGUF type's name ("Q4_1", "F16", "BF16", "F32", ...).
 // source: [rows][bytes of a row]; interleaved_heads: 0, or the number of heads whose rows GGUF stores with halves interleaved, to be
 // put back (engine/weights/gguf_source.py). kind: one of formats.h. target: tensor_bytes(kind, rows, columns) bytes.
+// A vector (kind 0) has rows = 1; interleaved_heads is then of its elements.
 // exponent: receives the tensor's exponent (0 unless the source's scales do not fit float16 as they are).
 int32_t cavectl_pack(const char* type, const void* source, uint64_t source_bytes, uint64_t rows, uint64_t columns,
                      uint64_t interleaved_heads, uint32_t kind, void* target, uint64_t target_bytes, int32_t* exponent,
@@ -35,6 +36,9 @@ int32_t cavectl_pack(const char* type, const void* source, uint64_t source_bytes
 // Rows first .. first + count - 1 of a packed tensor as float32 [count][columns]. What the kernels take the weights for.
 int32_t cavectl_unpack(uint32_t kind, int32_t exponent, const void* packed, uint64_t bytes, uint64_t rows, uint64_t columns,
                        uint64_t first, uint64_t count, float* target, char* error);
+
+// Whether the bytes are a packed file that may be used (packed_check.h): 0, or a line that says what is wrong.
+int32_t cavectl_check_packed(const void* data, uint64_t bytes, char* error);
 
 // --- the sampler alone, for tests (sampler_abi.cpp) --------------------------------------------------------------------------------
 

@@ -22,6 +22,8 @@ constexpr int kPanelRows = 16;
 constexpr int kBlockColumns = 32;
 constexpr uint32_t kPackedVersion = 1;
 constexpr uint64_t kAlignment = 64;  // of every tensor's bytes in the file
+constexpr uint64_t kMostSide = uint64_t(1) << 32, kMostElements = uint64_t(1) << 48;
+constexpr int32_t kMostExponent = 120;  // 2^-120 .. 2^120 are normal float32
 
 enum Kind : uint32_t {
   kVectorF32 = 0,  // norms and biases: rows = 1, columns = length
@@ -68,8 +70,16 @@ inline constexpr uint64_t tensor_bytes(uint32_t kind, uint64_t rows, uint64_t co
   return kind == kVectorF32 ? 4 * columns : panels(rows) * panel_bytes(kind, columns);
 }
 
-// The file: FileHeader, then `tensors` TensorRecords, then the tensors' bytes, each at a multiple of kAlignment, in order,
-// none overlapping. Names and everything about the source are in a JSON block of `meta_bytes` at `meta_offset` that C++ never reads.
+// Whether a tensor may have this kind and shape. If so, none of the sizes above overflows.
+inline constexpr bool is_shape(uint32_t kind, uint64_t rows, uint64_t columns) {
+  if (kind >= kKinds || rows < 1 || columns < 1 || rows > kMostSide || columns > kMostSide) return false;
+  if (rows > kMostElements / columns) return false;
+  return kind == kVectorF32 ? rows == 1 : !is_integer(kind) || columns % kBlockColumns == 0;
+}
+
+// The file: FileHeader, then `tensors` TensorRecords, then a JSON block of `meta_bytes` at `meta_offset` with names and everything
+// about the source, which C++ never reads, then the tensors' bytes in order, each at the first multiple of kAlignment behind what is
+// before it. The file ends with the last one.
 struct FileHeader {
   char magic[8];  // "CAVEPACK"
   uint32_t version;

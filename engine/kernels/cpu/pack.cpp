@@ -15,8 +15,6 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the packed layout is l
 namespace cavectl {
 namespace {
 
-constexpr uint64_t kMostSide = uint64_t(1) << 32, kMostElements = uint64_t(1) << 48;
-
 struct Job {
   const uint8_t* source;
   uint64_t rows, columns, row_bytes;
@@ -222,12 +220,15 @@ void pack_f32(const Job& job, const SourceType& type) {
   });
 }
 
+// Rows one after another as plain float32.
 void pack_vector(const Job& job, const SourceType& type) {
-  for (uint64_t first = 0; first < job.columns; first += kTileColumns) {
-    const size_t count = job.columns - first < kTileColumns ? job.columns - first : kTileColumns;
-    float values[kTileColumns];
-    type.convert(job.source + first / type.elements * type.bytes, count, values);
-    std::memcpy(job.target + first * sizeof(float), values, count * sizeof(float));
+  for (uint64_t r = 0; r < job.rows; ++r) {
+    for (uint64_t first = 0; first < job.columns; first += kTileColumns) {
+      const size_t count = job.columns - first < kTileColumns ? job.columns - first : kTileColumns;
+      float values[kTileColumns];
+      type.convert(job.row(r) + first / type.elements * type.bytes, count, values);
+      std::memcpy(job.target + (r * job.columns + first) * sizeof(float), values, count * sizeof(float));
+    }
   }
 }
 
@@ -267,19 +268,17 @@ const SourceType* find_type(const char* name) {
 
 // --- the checks -------------------------------------------------------------------------------------------------------------------
 
-const char* kind_error(const SourceType* type, uint32_t kind, uint64_t rows, uint64_t heads) {
+const char* request_error(const SourceType* type, uint32_t kind, uint64_t rows, uint64_t columns) {
   if (!type) return "the type is not one that can be packed";
   if (kind != type->kind && kind != kF32 && kind != kVectorF32) return "the type cannot become this kind";
-  if (kind == kVectorF32 && (rows != 1 || heads)) return "a vector has one row, in order";
+  if (!is_shape(kind, rows, columns)) return "the tensor's shape is out of range";
+  if (columns % type->elements) return "the columns are no multiple of the type's block";
   return nullptr;
 }
 
-const char* shape_error(uint64_t rows, uint64_t columns, uint64_t elements, uint64_t heads) {
-  if (rows < 1 || columns < 1 || rows > kMostSide || columns > kMostSide || rows > kMostElements / columns) {
-    return "the tensor's shape is out of range";
-  }
-  if (columns % elements) return "the columns are no multiple of the type's block";
+const char* heads_error(const SourceType& type, uint64_t rows, bool elements, uint64_t heads) {
   if (heads && (heads > rows / 2 || rows % (2 * heads))) return "the rows are no multiple of twice the heads";
+  if (elements && type.elements != 1) return "a vector of blocks cannot be put in another order";
   return nullptr;
 }
 
@@ -291,16 +290,21 @@ using namespace cavectl;
 int32_t cavectl_pack(const char* type, const void* source, uint64_t source_bytes, uint64_t rows, uint64_t columns,
                      uint64_t interleaved_heads, uint32_t kind, void* target, uint64_t target_bytes, int32_t* exponent, char* error) {
   const SourceType* from = find_type(type);
-  const char* wrong = kind_error(from, kind, rows, interleaved_heads);
-  if (!wrong) wrong = shape_error(rows, columns, from->elements, interleaved_heads);
+  const bool elements = kind == kVectorF32 && interleaved_heads;  // a vector's, in another order: rows of one each
+  const char* wrong = request_error(from, kind, rows, columns);
+  if (!wrong) wrong = heads_error(*from, elements ? columns : rows, elements, interleaved_heads);
   if (wrong) return fail(error, CAVECTL_INVALID, wrong);
-  const uint64_t row_bytes = columns / from->elements * from->bytes;
-  if (source_bytes != rows * row_bytes || target_bytes != tensor_bytes(kind, rows, columns)) {
+  if (source_bytes != rows * (columns / from->elements * from->bytes) || target_bytes != tensor_bytes(kind, rows, columns)) {
     return fail(error, CAVECTL_INVALID, "the buffers are not as long as the shape says");
   }
-  const uint64_t head_pairs = interleaved_heads ? rows / interleaved_heads / 2 : 0;
-  const Job job{static_cast<const uint8_t*>(source), rows,       columns, row_bytes, head_pairs, static_cast<uint8_t*>(target),
-                panel_bytes(kind, columns)};
+  Job job;
+  job.source = static_cast<const uint8_t*>(source);
+  job.target = static_cast<uint8_t*>(target);
+  job.rows = elements ? columns : rows;
+  job.columns = elements ? 1 : columns;
+  job.row_bytes = source_bytes / job.rows;
+  job.head_pairs = interleaved_heads ? job.rows / interleaved_heads / 2 : 0;
+  job.panel_bytes = panel_bytes(kind, columns);
   *exponent = 0;
   if (kind == kVectorF32) {
     pack_vector(job, *from);

@@ -12,9 +12,6 @@
 namespace cavectl {
 namespace {
 
-constexpr uint64_t kMostSide = uint64_t(1) << 32, kMostElements = uint64_t(1) << 48;
-constexpr int32_t kMostExponent = 126;  // 2^-126 .. 2^126 are normal float32
-
 float item_value(uint32_t kind, const uint8_t* at) {
   uint32_t bits = 0;
   std::memcpy(&bits, at, kKindInfo[kind].bits / 8);
@@ -57,12 +54,7 @@ void unpack_row(uint32_t kind, const uint8_t* panel, size_t lane, uint64_t colum
 }
 
 const char* unpack_error(uint32_t kind, int32_t exponent, uint64_t bytes, uint64_t rows, uint64_t columns) {
-  if (kind >= kKinds) return "there is no such kind";
-  if (rows < 1 || columns < 1 || rows > kMostSide || columns > kMostSide || rows > kMostElements / columns) {
-    return "the tensor's shape is out of range";
-  }
-  if (is_integer(kind) && columns % kBlockColumns) return "the columns are no multiple of 32";
-  if (kind == kVectorF32 && rows != 1) return "a vector has one row";
+  if (!is_shape(kind, rows, columns)) return "no tensor has this kind and shape";
   if (exponent < -kMostExponent || exponent > kMostExponent) return "the exponent is out of range";
   if (bytes != tensor_bytes(kind, rows, columns)) return "the packed bytes are not as many as the shape says";
   return nullptr;
