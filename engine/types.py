@@ -180,6 +180,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     rest_retention_s: float = 300.0  # and any other
     accounting_interval_s: float = 1.0  # how often the accounts of the cache are checked
     model_digest: str = ""  # part of the cache's keys
+    packed_path: str = ""  # where the packed weights are, or are to be put; "": they are packed anew and kept nowhere
+    weights_digest: str = ""  # of the weight files' bytes: packed weights made from others are stale
     parent_pid: int = 0  # the worker ends when this process is gone
 
 
