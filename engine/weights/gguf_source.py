@@ -49,6 +49,9 @@ class GgufSource:
     def raw(self, name: str) -> tuple[memoryview, str]:
         return self._file.raw(self._stored[name].name), self.tensors[name].dtype
 
+    def interleaved_heads(self, name: str) -> int:
+        return self._stored[name].interleaved_heads
+
     def close(self) -> None:
         self._file.close()
 

@@ -85,6 +85,9 @@ class SafetensorsSource:
         at = self._tensors[name]
         return memoryview(at.file.data())[at.placed.offset : at.placed.offset + at.placed.bytes], at.placed.dtype
 
+    def interleaved_heads(self, name: str) -> int:  # noqa: ARG002 (none are, whatever its name)
+        return 0
+
     def close(self) -> None:
         self._opened.close()
 

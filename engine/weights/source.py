@@ -42,6 +42,10 @@ def listed(names: Iterable[str], limit: int = 20) -> str:
     return ", ".join(name[:80] for name in names[:limit]) + more
 
 
+class Progress(Protocol):
+    def __call__(self, stage: str, fraction: float, /) -> None: ...
+
+
 class WeightSource(Protocol):
     """An open checkpoint: every tensor is known to lie wholly inside its file before the first is read."""
 
@@ -56,7 +60,11 @@ class WeightSource(Protocol):
         ...
 
     def raw(self, name: str) -> tuple[memoryview, str]:
-        """The bytes as they lie in the file, and their type. Rows of a permuted GGUF tensor are not put back in order."""
+        """The bytes as they lie in the file, and their type. Rows of interleaved heads are not put back in order."""
+        ...
+
+    def interleaved_heads(self, name: str) -> int:
+        """In `raw` the rows of each of so many heads lie as x0 y0 x1 y1 ..., to be all x before all y; 0: they are in order."""
         ...
 
     def close(self) -> None: ...

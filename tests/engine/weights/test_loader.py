@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine.errors import CavectlError, CorruptFile, UnsupportedModel
 from engine.models.families import family_for
 from engine.models.spec import ParameterInfo
-from engine.weights.loader import check_tensors, load_weights
+from engine.weights.loader import load_weights
 from engine.weights.source import TensorInfo, open_source
+from engine.weights.tensor_set import check_tensors
 from tests.fixtures.gguf_writer import gguf_bytes, llama_gguf
 from tests.fixtures.tiny_rand import TinyRand, tiny_rand
 
