@@ -6,9 +6,11 @@ Nothing is cached: every function asks the system when it is called. The one mod
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import resource
 import signal
+import struct
 import sys
 import warnings
 from pathlib import Path
@@ -16,6 +18,7 @@ from pathlib import Path
 import psutil
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+F_PREALLOCATE, F_ALLOCATEALL, F_PEOFPOSMODE = 42, 4, 3  # <sys/fcntl.h> of macOS
 SPINS = "2000"  # tens of microseconds of waiting before a thread sleeps
 
 
@@ -67,6 +70,19 @@ def available_memory_bytes() -> int:
     """Memory that can be had now without swapping, within the limits set on this process (control group, address space)."""
     limits = [psutil.virtual_memory().available, _control_group_room(), _address_space_room()]
     return max(0, min(limit for limit in limits if limit is not None))
+
+
+def reserve_file(fd: int, size_bytes: int) -> None:
+    """Make an empty file this long, with its space on the disk taken, so that writing through a mapping cannot run out of it.
+
+    Raises OSError (ENOSPC) when there is not so much.
+    """
+    if sys.platform == "linux":
+        os.posix_fallocate(fd, 0, size_bytes)
+        return
+    request = struct.pack("@Iiqqq", F_ALLOCATEALL, F_PEOFPOSMODE, 0, size_bytes, 0)
+    fcntl.fcntl(fd, F_PREALLOCATE, request)
+    os.ftruncate(fd, size_bytes)
 
 
 def _control_group_room() -> int | None:
