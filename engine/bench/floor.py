@@ -51,7 +51,7 @@ def read_bandwidth(threads: int) -> Bandwidth:
     """Raises CavectlError where there is no native library, or no memory."""
     from engine.kernels.cpu import lib
 
-    function = lib.load().cdll.cavectl_read_bandwidth
+    function = lib.load().functions.cavectl_read_bandwidth
     function.argtypes = [ctypes.c_uint64, ctypes.c_int32, ctypes.c_int32, ctypes.POINTER(ctypes.c_double), ctypes.c_char_p]
     function.restype = ctypes.c_int32
 

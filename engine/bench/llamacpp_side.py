@@ -4,7 +4,7 @@
     OTHER_PYTHON engine/bench/llamacpp_side.py MODEL.gguf --tokenize TEXT_FILE [--count N]
     OTHER_PYTHON engine/bench/llamacpp_side.py MODEL.gguf --perplexity IDS.json [--window N]
 
-Same notation and same work as engine/bench/speed.py: ids drawn from a seed, the likeliest token found and fed again, decoding counts
+Same notation and work as engine/bench/speed.py: ids drawn from a seed, the likeliest token found and fed again, decoding counts
 no prefill, keys and values in float16. One JSON document is the last line of stdout. Stands alone: imports nothing of ours, and
 LLAMA_CPP_LIB_PATH may name another build of the libraries. Not part of the product, which never starts it by itself.
 """

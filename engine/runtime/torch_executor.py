@@ -8,8 +8,9 @@ be submitted again.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Literal
 
 import torch
@@ -61,6 +62,7 @@ class TorchExecutor:
         self._planes = self._allocate(self._pages)
         self._cache = self._layers_of(self._planes)
         self._slots: dict[int, SamplingState] = {}
+        self._keeps_logits, self._kept = False, b""
 
     def submit(self, inputs: StepInputs) -> StepOutputs:
         """Runs the step. Raises InvalidRequest for inputs that break the contract, before anything is changed."""
@@ -97,6 +99,14 @@ class TorchExecutor:
         self._pages, self._planes = tuple(pages), planes
         self._cache = self._layers_of(planes)
 
+    def keep_logits(self, on: bool) -> None:
+        """For evaluation: from now on each step leaves the logits of all its tokens, of sampled ones or not."""
+        self._keeps_logits, self._kept = on, b""
+
+    def logits(self) -> bytes:
+        """float32 [T][vocabulary] of the last step; empty when they are not kept."""
+        return self._kept
+
     def close(self) -> None:
         self._planes, self._slots, self._cache = (), {}, Cache((), ())
 
@@ -108,6 +118,10 @@ class TorchExecutor:
 
     def _run(self, rows: Sequence[Row], slots: Mapping[int, SamplingState]) -> list[RowOutput]:
         logits, states = self._decoder.forward(self._batch(rows, slots), self._cache)
+        if self._keeps_logits:
+            kept = logits.to(device="cpu", dtype=torch.float32).contiguous()
+            self._kept = ctypes.string_at(kept.data_ptr(), kept.nbytes)
+            logits = logits[self._ids(_last_tokens(rows))]
         finite = iter(self._ops.finite(logits).tolist())
         by_row = iter(logits)
         drawn = [_draw(row, next(by_row), next(finite), slots[row.sampling]) if row.sampling >= 0 else RowOutput() for row in rows]
@@ -125,7 +139,7 @@ class TorchExecutor:
         return DeviceBatch(
             tokens=self._ids(chain.from_iterable(tokens)),
             positions=self._ids(chain.from_iterable(map(_positions, rows))),
-            sampled=self._ids(end - 1 for row, end in zip(rows, ends, strict=True) if row.sampling >= 0),
+            sampled=self._ids(range(total) if self._keeps_logits else _last_tokens(rows)),
             groups=tuple(self._group_batch(rows, ends, group) for group in range(len(self._layout.groups))),
             adapters=self._ids(chain.from_iterable(adapters)) if any(r.adapter for r in rows) else None,
         )
@@ -231,6 +245,12 @@ class TorchExecutor:
                 group_of[layer] = index
         order = range(len(self._spec.layers))
         return Cache(tuple(layers[i] for i in order), tuple(group_of[i] for i in order))
+
+
+def _last_tokens(rows: Sequence[Row]) -> list[int]:
+    """Where the last token of each sampled row stands among the tokens of the step."""
+    ends = accumulate(len(row.tokens) for row in rows)
+    return [end - 1 for row, end in zip(rows, ends, strict=True) if row.sampling >= 0]
 
 
 def _draw(row: Row, logits: Tensor, finite: bool, state: SamplingState) -> RowOutput:

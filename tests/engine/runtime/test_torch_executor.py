@@ -310,3 +310,23 @@ def test_closing_a_slot_frees_it() -> None:
     harness.executor.submit(StepInputs(step=2, rows=[], closed=[line.slot.slot]))
     with pytest.raises(InvalidRequest):
         harness.step([(line, None)])
+
+
+def test_kept_logits_are_of_every_token_and_change_nothing() -> None:
+    """Two rows, one sampled in mid-step: what is kept is float32 [T, V] in the step's order, and the token drawn is the same."""
+    model = tiny_rand(6)
+    plain, keeping = (Harness(model, "float32") for _ in range(2))
+    keeping.executor.keep_logits(True)
+    drawn = []
+    for harness in (plain, keeping):
+        rows = [harness.row(harness.line(tokens(9, 1))), harness.row(harness.line(tokens(5, 2)), 4)]
+        opened = [SamplingSlot(slot=rows[0].sampling, params=GREEDY, choice=0, prompt=tokens(9, 1))]
+        outputs = harness.executor.submit(StepInputs(step=1, rows=rows, opened=opened))
+        drawn.append([[token.id for token in row.tokens] for row in outputs.rows])
+    assert drawn[0] == drawn[1] and len(drawn[0][0]) == 1 and drawn[0][1] == []
+    assert plain.executor.logits() == b""
+    kept = torch.frombuffer(bytearray(keeping.executor.logits()), dtype=torch.float32).view(13, 320)
+    expected = torch.cat([oracle_logits(model, tokens(9, 1)), oracle_logits(model, tokens(5, 2)[:4])])
+    torch.testing.assert_close(kept, expected.float(), atol=1e-3, rtol=1e-4)
+    keeping.executor.keep_logits(False)
+    assert keeping.executor.logits() == b""
