@@ -8,6 +8,7 @@ hands it over. Invariant: a slot's output grows only when the whole step has suc
 from __future__ import annotations
 
 import ctypes
+import math
 from array import array
 from collections.abc import Sequence
 from itertools import chain
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 
 from engine.cache.layout import CacheLayout
 from engine.errors import CavectlError, InvalidRequest, OutOfMemory
+from engine.kernels.cpu.buffer import HeldBuffer
 from engine.kernels.cpu.lib import load
 from engine.models.spec import ModelSpec
 from engine.runtime.batch import Row, RowOutput, SamplingSlot, StepInputs, StepOutputs
@@ -66,7 +68,7 @@ class NativeExecutor:
         self._error = ctypes.create_string_buffer(_ERROR_BYTES)
         self._results = _Results(0, 0)
         plan = plan_bytes(spec, layout, packed.tensors, kv_dtype, max_slots)
-        self._view = BufferView(packed.data)
+        self._view = HeldBuffer(packed.data)
         self._engine = self._library.cavectl_open(
             self._view.address, self._view.bytes, plan, len(plan), _longs(pages), len(pages), threads, isa.encode(), self._error
         )
@@ -229,44 +231,11 @@ class _Results:
 
     def _output(self, index: int) -> TokenOutput:
         logprob, count = self._logprob[index], self._top_count[index]
-        if logprob != logprob:  # NaN: not asked for
+        if math.isnan(logprob):  # not asked for
             return TokenOutput(self._token[index])
         at = index * self.top
         top = [(self._top_ids[i], self._top_logprobs[i]) for i in range(at, at + count)]
         return TokenOutput(self._token[index], logprob, top)
-
-
-class _PyBuffer(ctypes.Structure):
-    """`Py_buffer` of CPython: the way to the address of read-only memory."""
-
-    _fields_ = (
-        ("buf", ctypes.c_void_p),
-        ("obj", ctypes.py_object),
-        ("len", ctypes.c_ssize_t),
-        ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int),
-        ("ndim", ctypes.c_int),
-        ("format", ctypes.c_char_p),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("suboffsets", ctypes.c_void_p),
-        ("internal", ctypes.c_void_p),
-    )
-
-
-class BufferView:
-    """Holds a buffer (a mapping, say) in its place until `release`: `address` and `bytes` are good so long."""
-
-    def __init__(self, data: Any) -> None:
-        self._buffer = _PyBuffer()
-        ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(data), ctypes.byref(self._buffer), 0)
-        self.address, self.bytes = self._buffer.buf or 0, self._buffer.len
-        self._held = True
-
-    def release(self) -> None:
-        if self._held:
-            self._held = False
-            ctypes.pythonapi.PyBuffer_Release(ctypes.byref(self._buffer))
 
 
 def _longs(values: Sequence[int]) -> Any:
