@@ -52,8 +52,6 @@ def read_bandwidth(threads: int) -> Bandwidth:
     from engine.kernels.cpu import lib
 
     function = lib.load().functions.cavectl_read_bandwidth
-    function.argtypes = [ctypes.c_uint64, ctypes.c_int32, ctypes.c_int32, ctypes.POINTER(ctypes.c_double), ctypes.c_char_p]
-    function.restype = ctypes.c_int32
 
     def measure(threads: int) -> Spread:
         figures, error = (ctypes.c_double * REPEATS)(), ctypes.create_string_buffer(_ERROR_BYTES)
