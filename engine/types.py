@@ -155,6 +155,16 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     warnings: list[str] = []
 
 
+class PackReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What `python -m engine.pack` did. `made`: False when the packed file was there already and good."""
+
+    made: bool
+    source_bytes: int
+    packed_bytes: int
+    pack_ms: float
+    notes: list[str] = []  # for a person, as the loader would warn
+
+
 # --- frames ------------------------------------------------------------------------------------------------------------------
 
 
@@ -166,7 +176,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     backend: Literal["auto", "reference", "cpu", "cuda"] = "auto"
     device: str = "cpu"
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
-    kv_dtype: Literal["float64", "float32", "bfloat16", "float16", "int8"] = "float32"
+    kv_dtype: Literal["auto", "float64", "float32", "bfloat16", "float16", "int8"] = "auto"  # auto: the backend's own
     context_tokens: int  # longest sequence, prompt + output
     kv_memory_bytes: int | None = None  # None: sized from measured free memory
     memory_bytes: int | None = None  # for weights, cache and work together at most; None: what is free

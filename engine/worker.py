@@ -280,9 +280,7 @@ def _load_error(error: Exception) -> ErrorInfo:
 
 
 def _build_model(config: WorkerConfig, progress: Progress) -> Built:
-    platform.limit_spinning()
-    platform.expect_no_numpy()
-    from engine.runtime.load import build_engine  # seconds of imports: not before the daemon can be told of their failure
+    from engine.runtime.load import build_engine  # not before the daemon can be told of its failure
 
     return build_engine(config, progress)
 

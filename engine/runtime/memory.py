@@ -29,6 +29,20 @@ class MemoryPlan:
     kv_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a backend takes besides the cache."""
+
+    weight_bytes: int
+    workspace_bytes: int
+
+
+def reference_needs(
+    spec: ModelSpec, parameters: Mapping[str, ParameterInfo], present: Container[str], config: WorkerConfig
+) -> Needs:
+    return Needs(weight_bytes(parameters, present, config.dtype), workspace_bytes(spec, parameters, config))
+
+
 def weight_bytes(parameters: Mapping[str, ParameterInfo], present: Container[str], dtype: str) -> int:
     """Bytes of the parameters in `dtype`. Optional ones count when the checkpoint has them (`present` holds its names)."""
     kept = [p for p in parameters.values() if not p.optional or all(name in present for name in p.names)]
@@ -49,21 +63,12 @@ def workspace_bytes(spec: ModelSpec, parameters: Mapping[str, ParameterInfo], co
     return max(step, largest * (4 + number))
 
 
-def plan_memory(
-    spec: ModelSpec,
-    parameters: Mapping[str, ParameterInfo],
-    present: Container[str],
-    layout: CacheLayout,
-    *,
-    config: WorkerConfig,
-    available_bytes: int,
-) -> MemoryPlan:
+def plan_memory(needs: Needs, layout: CacheLayout, *, config: WorkerConfig, available_bytes: int) -> MemoryPlan:
     """Pages for the cache, after weights and workspace: as many bytes as `config` asks for, else some full contexts, if free.
 
     Raises OutOfMemory when it does not fit, or, without a size asked for, when not one sequence of full context would.
     """
-    weights = weight_bytes(parameters, present, config.dtype)
-    workspace = workspace_bytes(spec, parameters, config)
+    weights, workspace = needs.weight_bytes, needs.workspace_bytes
     free = available_bytes - weights - workspace
     one = pages_bytes(layout, context_pages(layout, config.context_tokens))
     least = one if config.kv_memory_bytes is None else config.kv_memory_bytes
@@ -86,16 +91,10 @@ def plan_memory(
 
 
 def plan_growth(
-    spec: ModelSpec,
-    parameters: Mapping[str, ParameterInfo],
-    layout: CacheLayout,
-    present: MemoryPlan,
-    *,
-    config: WorkerConfig,
-    held_bytes: int,
-    available_bytes: int,
+    workspace: int, layout: CacheLayout, present: MemoryPlan, *, config: WorkerConfig, held_bytes: int, available_bytes: int
 ) -> MemoryPlan:
     """Pages for sequences of `config.context_tokens` in a model that is loaded as `present` says, `held_bytes` of its cache filled.
+    `workspace`: bytes that a step then needs.
 
     No group gets fewer than it has. The weights are there already; what is free must hold the rest of the cache and the work.
     Raises OutOfMemory when one full context does not fit, or not in the cache size that was asked for.
@@ -109,7 +108,6 @@ def plan_growth(
             f"a context of {config.context_tokens} tokens needs {need} cache pages and there are {have}",
             hint="give the cache more memory with --kv-memory",
         )
-    workspace = workspace_bytes(spec, parameters, config)
     free = available_bytes + held_bytes - workspace
     if config.memory_bytes is not None:
         free = min(free, config.memory_bytes - present.weight_bytes - workspace)

@@ -86,9 +86,7 @@ def _layer(layer: LayerSpec, index: int, group: int, tensors: Mapping[str, Numbe
     rope = ABSENT if mixer.rope is None else ropes.setdefault(mixer.rope, len(ropes))
     heads = (mixer.heads, mixer.kv_heads, mixer.head_dim, group)
     epsilons = (_epsilon(layer.mixer_norm), _epsilon(layer.ffn_norm))
-    return struct.pack(
-        _LAYER, *linears, *biases, *norms, *heads, rope, _ACTIVATIONS[ffn.activation], mixer.scale, *epsilons, 0
-    )
+    return struct.pack(_LAYER, *linears, *biases, *norms, *heads, rope, _ACTIVATIONS[ffn.activation], mixer.scale, *epsilons, 0)
 
 
 def _number(tensors: Mapping[str, Numbered], name: str, *, wanted: bool) -> int:

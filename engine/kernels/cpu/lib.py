@@ -21,12 +21,12 @@ from engine.kernels.cpu.build import NAME, SOURCES, BuildError, cached_library
 ABI = 1
 
 _P, _I32, _I64, _U32, _U64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32, ctypes.c_uint64
-_S = ctypes.c_char_p
-_RESULTS = (_P, _P, _P, _I32, _P, _P, _P)  # status, token, logprob, max_top, top_count, top_ids, top_logprobs
+_S, _INT32, _DOUBLE = ctypes.c_char_p, ctypes.POINTER(ctypes.c_int32), ctypes.POINTER(ctypes.c_double)
+_RESULTS = (_INT32, _INT32, _DOUBLE, _I32, _INT32, _INT32, _DOUBLE)  # status, token, logprob, max_top, top_count, top_ids, top_logprobs
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "cavectl_abi": (_I32, ()),
     "cavectl_isas": (_S, ()),
-    "cavectl_pack": (_I32, (_S, _P, _U64, _U64, _U64, _U64, _U32, _P, _U64, _P, _P)),
+    "cavectl_pack": (_I32, (_S, _P, _U64, _U64, _U64, _U64, _U32, _P, _U64, _INT32, _P)),
     "cavectl_unpack": (_I32, (_U32, _I32, _P, _U64, _U64, _U64, _U64, _U64, _P, _P)),
     "cavectl_check_packed": (_I32, (_P, _U64, _P)),
     "cavectl_sample": (_I32, (_P, _I32, _P, _I64, _P, _I64, _P, *_RESULTS, _P)),
@@ -37,7 +37,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "cavectl_keep_logits": (_I32, (_P, _I32)),
     "cavectl_logits": (_I64, (_P, _P, _I64)),
     "cavectl_resident_bytes": (_I64, (_P,)),
-    "cavectl_read_bandwidth": (_I32, (_U64, _I32, _I32, _P, _P)),
+    "cavectl_read_bandwidth": (_I32, (_U64, _I32, _I32, _DOUBLE, _P)),
 }
 
 

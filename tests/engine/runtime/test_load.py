@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from engine.errors import CavectlError, OutOfMemory
-from engine.runtime import load
+from engine.kernels.cpu.lib import NativeUnavailable
+from engine.runtime import load, native_load, torch_load
 from engine.runtime.load import build_engine
 from engine.types import WorkerConfig
 from tests.fixtures.tiny_rand import tiny_rand
@@ -71,17 +72,42 @@ def test_the_settings_of_the_cache_reach_the_engine(config: WorkerConfig) -> Non
 def test_a_tied_head_is_counted_once(tmp_path: Path) -> None:
     model = tiny_rand(1, tied=True)
     path = str(model.save(tmp_path / "tied"))
-    info = build_engine(WorkerConfig(model_path=path, format="safetensors", context_tokens=64, threads=1), _silent).info
+    info = build_engine(
+        WorkerConfig(model_path=path, format="safetensors", backend="reference", context_tokens=64, threads=1), _silent
+    ).info
     assert info.weight_bytes == 4 * sum(t.numel() for t in model.tensors.values())
 
 
 def test_what_runs_other_than_asked_is_said(config: WorkerConfig) -> None:
-    asked = msgspec.structs.replace(config, backend="auto", context_tokens=100_000, kv_memory_bytes=1 << 15)
+    asked = msgspec.structs.replace(config, backend="auto", kv_dtype="bfloat16", context_tokens=100_000, kv_memory_bytes=1 << 14)
     info = build_engine(asked, _silent).info
-    assert info.context_tokens == 128
+    assert info.context_tokens == 128 and info.backend == "reference"
     text = "\n".join(info.degraded)
-    assert "reference backend" in text and "128 tokens, all the model was made for, not 100000" in text
+    assert "the reference backend (plain torch) runs this model: the cpu backend does not have a cache of bfloat16" in text
+    assert "128 tokens, all the model was made for, not 100000" in text
     assert "4 pages, too few for one context of 128 tokens" in text
+
+
+def test_the_native_backend_is_the_one_that_runs_where_it_can(config: WorkerConfig) -> None:
+    for backend in ("auto", "cpu"):
+        info = build_engine(msgspec.structs.replace(config, backend=backend), _silent).info
+        assert (info.backend, info.device, info.dtype, info.kv_dtype) == ("cpu", "cpu", "float32", "float16")
+        assert info.degraded == []
+
+
+def test_without_the_native_library_the_reference_runs_and_one_line_says_why(
+    config: WorkerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> None:
+        raise NativeUnavailable("the native backend is not built: there is no C++ compiler")
+
+    monkeypatch.setattr(native_load, "load", missing)
+    info = build_engine(msgspec.structs.replace(config, backend="auto"), _silent).info
+    assert info.backend == "reference"
+    [line] = info.degraded
+    assert line == "the reference backend (plain torch) runs this model: the native backend is not built: there is no C++ compiler"
+    with pytest.raises(NativeUnavailable):
+        build_engine(msgspec.structs.replace(config, backend="cpu"), _silent)
 
 
 def test_progress_goes_from_nothing_to_everything(config: WorkerConfig) -> None:
@@ -90,7 +116,9 @@ def test_progress_goes_from_nothing_to_everything(config: WorkerConfig) -> None:
     assert seen == sorted(seen) and seen[0] == 0.0 and seen[-1] == 1.0
 
 
-@pytest.mark.parametrize("change", [{"backend": "cpu"}, {"backend": "cuda"}, {"device": "cuda:97"}, {"device": "tpu"}])
+@pytest.mark.parametrize(
+    "change", [{"backend": "cpu", "dtype": "float64"}, {"backend": "cuda"}, {"device": "cuda:97"}, {"device": "tpu"}]
+)
 def test_what_is_not_here_is_refused_not_replaced(config: WorkerConfig, change: dict[str, str]) -> None:
     with pytest.raises(CavectlError) as caught:
         build_engine(msgspec.structs.replace(config, **change), _silent)
@@ -110,7 +138,7 @@ def test_nothing_is_read_into_memory_that_does_not_fit(config: WorkerConfig, mon
     def never(*_: object) -> None:
         pytest.fail("weights were loaded although they do not fit")
 
-    monkeypatch.setattr(load, "load_weights", never)
+    monkeypatch.setattr(torch_load, "load_weights", never)
     monkeypatch.setattr(load.platform, "available_memory_bytes", lambda: 1_000_000)
     with pytest.raises(OutOfMemory, match=r"0\.00 GB are available"):
         build_engine(config, _silent)

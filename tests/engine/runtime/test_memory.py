@@ -14,12 +14,22 @@ from engine.cache.layout import cache_layout
 from engine.errors import OutOfMemory
 from engine.models.families import family_for
 from engine.models.spec import ModelSpec, ParameterInfo, RecurrenceSpec
-from engine.runtime.memory import FULL_CONTEXTS, MemoryPlan, plan_growth, plan_memory, weight_bytes, workspace_bytes
+from engine.runtime.memory import (
+    FULL_CONTEXTS,
+    MemoryPlan,
+    plan_growth,
+    plan_memory,
+    reference_needs,
+    weight_bytes,
+    workspace_bytes,
+)
 from engine.types import WorkerConfig
 from tests.fixtures.tiny_rand import TinyRand, tiny_rand
 from tests.fixtures.tiny_recurrent import STATE, TinyRecurrent, tiny_recurrent
 
-CONFIG = WorkerConfig(model_path="", format="safetensors", context_tokens=256, max_step_tokens=32, max_sequences=8)
+CONFIG = WorkerConfig(
+    model_path="", format="safetensors", kv_dtype="float32", context_tokens=256, max_step_tokens=32, max_sequences=8
+)
 PAGE = 2 * 2 * 16 * 2 * 16 * 4  # layers, k and v, tokens, kv heads, head dim, float32
 
 
@@ -28,7 +38,9 @@ def _plan(available: int, config: WorkerConfig = CONFIG, model: TinyRand | None 
     family = family_for(model.config["model_type"])
     spec = family.spec(model.config, config.context_tokens)
     layout = cache_layout(spec, config.kv_dtype)
-    return plan_memory(spec, family.parameters(spec), model.tensors, layout, config=config, available_bytes=available)
+    return plan_memory(
+        reference_needs(spec, family.parameters(spec), model.tensors, config), layout, config=config, available_bytes=available
+    )
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -90,7 +102,9 @@ def _recurrent_parameters(model: TinyRecurrent) -> dict[str, ParameterInfo]:
 def _plan_recurrent(model: TinyRecurrent, available: int, config: WorkerConfig = CONFIG) -> MemoryPlan:
     layout = cache_layout(model.spec, config.kv_dtype)
     parameters = _recurrent_parameters(model)
-    return plan_memory(model.spec, parameters, parameters, layout, config=config, available_bytes=available)
+    return plan_memory(
+        reference_needs(model.spec, parameters, parameters, config), layout, config=config, available_bytes=available
+    )
 
 
 def test_states_alone_are_enough_for_all_sequences_and_as_many_prefixes() -> None:
@@ -133,7 +147,8 @@ def _grown(present: MemoryPlan, context: int, available: int, *, held: int = 0, 
     spec = family.spec(model.config, context)
     config = msgspec.structs.replace(CONFIG, context_tokens=context, **fields)
     layout = cache_layout(spec, config.kv_dtype)
-    return plan_growth(spec, family.parameters(spec), layout, present, config=config, held_bytes=held, available_bytes=available)
+    work = workspace_bytes(spec, family.parameters(spec), config)
+    return plan_growth(work, layout, present, config=config, held_bytes=held, available_bytes=available)
 
 
 def test_growth_with_plenty_is_what_a_load_would_plan() -> None:
@@ -171,15 +186,7 @@ def test_growth_names_the_group_that_is_short_of_pages() -> None:
     present = MemoryPlan(0, 0, (10, 3), 0)
     config = msgspec.structs.replace(CONFIG, context_tokens=256, kv_memory_bytes=1 << 20)
     with pytest.raises(OutOfMemory, match=r"256 tokens needs 16 cache pages and there are 10$"):
-        plan_growth(
-            model.spec,
-            _recurrent_parameters(model),
-            cache_layout(model.spec, "float32"),
-            present,
-            config=config,
-            held_bytes=0,
-            available_bytes=1 << 40,
-        )
+        plan_growth(0, cache_layout(model.spec, "float32"), present, config=config, held_bytes=0, available_bytes=1 << 40)
 
 
 def test_a_window_model_needs_only_its_window() -> None:
