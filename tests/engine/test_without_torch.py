@@ -62,8 +62,8 @@ def _run(**config: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "float32", "int8"])
-def test_a_model_answers_without_torch_and_numpy(real_model: Path, kv_dtype: str) -> None:
-    seen = _run(model_path=str(real_model), format="gguf", kv_dtype=kv_dtype)
+def test_a_model_answers_without_torch_and_numpy(real_model_path: Path, kv_dtype: str) -> None:
+    seen = _run(model_path=str(real_model_path), format="gguf", kv_dtype=kv_dtype)
     assert seen["loaded"] == [] and seen["info"]["backend"] == "cpu" and seen["info"]["degraded"] == []
     assert {name: len(ids) for name, ids in seen["tokens"].items()} == {"1.0": 12, "1.1": 12, "2.0": 12}
     assert seen["tops"] == 24 and seen["tokens"]["1.0"] != seen["tokens"]["1.1"]

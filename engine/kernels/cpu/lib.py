@@ -22,7 +22,8 @@ ABI = 1
 
 _P, _I32, _I64, _U32, _U64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32, ctypes.c_uint64
 _S, _INT32, _DOUBLE = ctypes.c_char_p, ctypes.POINTER(ctypes.c_int32), ctypes.POINTER(ctypes.c_double)
-_RESULTS = (_INT32, _INT32, _DOUBLE, _I32, _INT32, _INT32, _DOUBLE)  # status, token, logprob, max_top, top_count, top_ids, top_logprobs
+# of a step: status, token, logprob, max_top, top_count, top_ids, top_logprobs
+_RESULTS = (_INT32, _INT32, _DOUBLE, _I32, _INT32, _INT32, _DOUBLE)
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "cavectl_abi": (_I32, ()),
     "cavectl_isas": (_S, ()),
