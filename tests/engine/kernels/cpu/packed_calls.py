@@ -45,7 +45,7 @@ def pack_tensor(
 
 
 def unpack_raw(kind: int, exponent: int, packed: bytes, rows: int, columns: int, first: int, count: int) -> torch.Tensor:
-    out, error = torch.full((min(count, 4096), min(columns, 4096)), 7.0), ctypes.create_string_buffer(512)
+    out, error = torch.full((count if count <= rows else 1, columns), 7.0), ctypes.create_string_buffer(512)
     held = (ctypes.c_char * len(packed)).from_buffer_copy(packed)
     code = load().functions.cavectl_unpack(
         kind, exponent, held, len(packed), rows, columns, first, count, ctypes.c_void_p(out.data_ptr()), error
