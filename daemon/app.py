@@ -53,6 +53,7 @@ async def startup(settings: Settings) -> AppState:
         settings=StoreSettings(
             index_url=settings.index_url,
             timeouts=Timeouts(connect_s=settings.connect_timeout_s, read_s=settings.read_timeout_s),
+            pack=settings.backend in ("auto", "cpu"),
         ),
     )
     encoders = EncoderThreads()

@@ -83,5 +83,7 @@ def _worker_config(model: LoadedModel, settings: Settings, memory_bytes: int) ->
         chat_retention_s=settings.chat_retention_s,
         rest_retention_s=settings.rest_retention_s,
         model_digest=record.digest,
+        packed_path=str(record.packed),
+        weights_digest=record.weights_digest,
         parent_pid=os.getpid(),
     )

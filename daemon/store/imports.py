@@ -19,6 +19,7 @@ from daemon.store.importer import Found, FoundFile, ImportMode, same_device
 from daemon.store.inspector import Inspector
 from daemon.store.manifests import FORMAT, FileRecord, Manifest, Mode, PullEvent
 from daemon.store.names import ModelName
+from daemon.store.packer import Packing
 from daemon.store.paths import StorePaths
 from daemon.store.progress import Progress, file_reporter
 from daemon.store.pull import human_bytes
@@ -38,6 +39,7 @@ class Importer:
     paths: StorePaths
     registry: Registry
     inspector: Inspector
+    packing: Packing
     headroom_bytes: int
 
     async def take(self, found: Found, name: ModelName, mode: ImportMode, progress: Progress) -> Installed:
@@ -57,6 +59,7 @@ class Importer:
                 weights = weights_entry(file.name for file in files)
                 opened = found.weights if chosen == "in-place" else staging.file(weights) if weights else staging.path
                 info = await self.inspector.inspect(opened)
+                await self.packing.prepare(name, opened, staging, files, progress)
                 progress(PullEvent(status="writing manifest"))
                 manifest = Manifest(
                     format=FORMAT,

@@ -7,6 +7,7 @@ are never deleted for it. Owns the formats; not the disk (store.py) nor the path
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,13 +15,14 @@ from typing import Literal
 import msgspec
 
 from daemon.store.names import ModelName, parse_model_name
-from daemon.store.paths import check_file_name, check_file_names
+from daemon.store.paths import PACKED, below, check_file_name, check_file_names
 from engine.errors import CavectlError, CorruptFile
 from engine.types import ModelInfo
 
 FORMAT = 1
 MAX_MANIFEST_BYTES = 8 << 20
 MAX_INFO_BYTES = 512 << 20
+_WEIGHTS = (".gguf", ".safetensors")
 Mode = Literal["stored", "linked", "copied", "in-place"]
 
 
@@ -64,6 +66,15 @@ class ModelRecord:
     info: ModelInfo
     damaged: tuple[str, ...] = ()
 
+    @property
+    def packed(self) -> Path:
+        """Where its packed weights are, or belong: in the store, also where the weights lie elsewhere."""
+        return below(self.root, PACKED)
+
+    @property
+    def weights_digest(self) -> str:
+        return weights_digest(self.files)
+
 
 class PullEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     """Progress of a pull, an import or a verification, in the terms of the wire."""
@@ -73,6 +84,15 @@ class PullEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     total: int = 0
     completed: int = 0
     digest: str = ""
+
+
+def weights_digest(files: Iterable[FileRecord]) -> str:
+    """One digest of all weight files' bytes: what packed weights are made from, and stale without."""
+    weights = sorted((file for file in files if file.name.lower().endswith(_WEIGHTS)), key=lambda file: file.name)
+    if len(weights) == 1:
+        return f"sha256:{weights[0].sha256}"
+    lines = "".join(f"{file.sha256}  {file.name}\n" for file in weights)
+    return "sha256:" + hashlib.sha256(lines.encode()).hexdigest()
 
 
 def encode_manifest(manifest: Manifest) -> bytes:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 INFO = "info.msgpack"
 DAMAGED = "damaged.json"
-RESERVED = frozenset({MANIFEST, INFO, DAMAGED})
+PACKED = "weights.packed"  # made from the weights, beside them; while it is being written its name is hidden and longer
+RESERVED = frozenset({MANIFEST, INFO, DAMAGED, PACKED})
 NO_OWNER = "_"
 MAX_PART_BYTES = 255
 MAX_PARTS = 16
@@ -138,6 +139,11 @@ def cached_blob(blobs: Path, value: str) -> Path:
     if not _BLOB.fullmatch(value):
         raise UnsafePath(f"{_quoted(value)} is not a hash")
     return blobs.joinpath(value)
+
+
+def is_packed(name: str) -> bool:
+    """Whether a file of a model's folder is its packed file, or one that was not finished."""
+    return name == PACKED or name.startswith(f".{PACKED}.")
 
 
 def tag_prefix(name: ModelName) -> str:

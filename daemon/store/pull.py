@@ -18,6 +18,7 @@ from daemon.store.files import FileLayer, check_regular, open_root, read_chunks,
 from daemon.store.inspector import Inspector
 from daemon.store.manifests import FORMAT, FileRecord, Manifest, PullEvent
 from daemon.store.names import ModelName
+from daemon.store.packer import Packing
 from daemon.store.partials import DATA, Partial, Partials, WantedFile
 from daemon.store.paths import StorePaths, below
 from daemon.store.progress import Progress, file_reporter
@@ -36,6 +37,7 @@ class Puller:
     partials: Partials
     downloads: Downloads
     inspector: Inspector
+    packing: Packing
     headroom_bytes: int
 
     async def pull(self, name: ModelName, source: Source, progress: Progress) -> Installed:
@@ -125,6 +127,8 @@ class Puller:
             await in_thread(check_staged_index, staging, names)
             weights = weights_entry(names)
             info = await self.inspector.inspect(staging.file(weights) if weights else staging.path)
+            files = tuple(FileRecord(name=p.wanted.name, size=p.wanted.size, sha256=p.sha256) for p in partials)
+            await self.packing.prepare(name, staging.file(weights) if weights else staging.path, staging, files, progress)
             progress(PullEvent(status="writing manifest"))
             manifest = Manifest(
                 format=FORMAT,
@@ -135,7 +139,7 @@ class Puller:
                 created=time.time(),
                 mode="stored",
                 weights=weights,
-                files=tuple(FileRecord(name=p.wanted.name, size=p.wanted.size, sha256=p.sha256) for p in partials),
+                files=files,
             )
             return await in_thread(self.registry.commit, staging, name, manifest, info)
 

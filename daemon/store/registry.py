@@ -33,7 +33,7 @@ from daemon.store.manifests import (
 )
 from daemon.store.names import ModelName
 from daemon.store.owners import new_owner, parse_owner
-from daemon.store.paths import DAMAGED, INFO, MANIFEST, StorePaths, below, check_file_name, tag_prefix
+from daemon.store.paths import DAMAGED, INFO, MANIFEST, StorePaths, below, check_file_name, is_packed, tag_prefix
 from daemon.store.staging import Staging
 from engine.errors import CavectlError, CorruptFile
 from engine.types import ModelInfo
@@ -388,7 +388,7 @@ def _unlink_files(folder: Folder, manifest: Manifest) -> None:
     for file in manifest.files:
         if not file.path:
             _unlink_regular(folder, check_file_name(file.name))
-    for name in (INFO, DAMAGED, MANIFEST):
+    for name in (*filter(is_packed, folder.names()), INFO, DAMAGED, MANIFEST):
         _unlink_regular(folder, (name,))
 
 

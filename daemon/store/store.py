@@ -23,6 +23,7 @@ from daemon.store.imports import Importer
 from daemon.store.inspector import ChildInspector, Inspector
 from daemon.store.manifests import ModelRecord, PullEvent
 from daemon.store.names import HUB, ModelName, name_from_path, nearest, parse_model_name, parse_name, show
+from daemon.store.packer import ChildPacker, Packer, Packing
 from daemon.store.partials import Partials
 from daemon.store.paths import StorePaths
 from daemon.store.progress import Progress
@@ -32,6 +33,7 @@ from daemon.store.sources import Source
 from daemon.store.transport import Timeouts, Transport
 from daemon.store.wheel import WheelSource
 from engine.errors import CavectlError, InvalidRequest, ModelNotFound
+from engine.types import PackReport
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 # The next source may do better after these.
@@ -51,6 +53,7 @@ class StoreSettings:
     retries: Retries = field(default_factory=Retries)
     wheel_stall_timeout_s: float = 180.0
     headroom_bytes: int = 16 << 20
+    pack: bool = True  # the weights of what is pulled or imported, for the CPU backend
     partial_max_age_s: float = 7 * 86400.0
 
 
@@ -66,6 +69,7 @@ class Store:
         *,
         settings: StoreSettings | None = None,
         inspector: Inspector | None = None,
+        packer: Packer | None = None,
         layer: FileLayer | None = None,
     ) -> None:
         self.catalog = load_catalog() if catalog is None else catalog
@@ -77,11 +81,13 @@ class Store:
         transport = Transport(endpoint or DEFAULT_ENDPOINT, login_token if token is None else token, self._settings.timeouts)
         self._fetcher = FileFetcher(transport, self._settings.retries)
         inspector = inspector or ChildInspector()
+        self._packer = packer or ChildPacker(keep_free_bytes=self._settings.headroom_bytes)
+        packing = Packing(self._packer if self._settings.pack else None)
         downloads = Downloads(self._partials)
         self._puller = Puller(
-            self._layer, self._paths, self._registry, self._partials, downloads, inspector, self._settings.headroom_bytes
+            self._layer, self._paths, self._registry, self._partials, downloads, inspector, packing, self._settings.headroom_bytes
         )
-        self._importer = Importer(self._layer, self._paths, self._registry, inspector, self._settings.headroom_bytes)
+        self._importer = Importer(self._layer, self._paths, self._registry, inspector, packing, self._settings.headroom_bytes)
 
     @property
     def root(self) -> Path:
@@ -150,6 +156,11 @@ class Store:
         """Hashes every file again. A bad one makes the model not loadable until it is pulled again: hash_mismatch names it."""
         model = self._find(name)
         return self._registry.record(await self._importer.verify(model, progress), vocabulary=False)
+
+    async def pack(self, name: str) -> tuple[ModelRecord, PackReport]:
+        """Makes the packed weights of an installed model, unless they are there and good. CavectlError when it cannot be done."""
+        record = self.get(name)
+        return record, await self._packer.pack(record.weights, record.packed, record.weights_digest)
 
     # --- inside
 

@@ -14,6 +14,7 @@ QUICK = StoreSettings(
     timeouts=Timeouts(connect_s=2, read_s=1, answer_s=4),
     retries=Retries(limit=3, base_s=0.01, cap_s=0.02, longest_wait_s=1.5),
     headroom_bytes=0,
+    pack=False,
 )
 
 
