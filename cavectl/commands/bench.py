@@ -93,7 +93,7 @@ def _measure(arguments: list[str]) -> tuple[dict[str, Any], str]:
 def _lines(document: Mapping[str, Any]) -> Iterator[str]:
     """The figures of a document as a table, with what they were measured on."""
     tests, floors = document["tests"], document["floor"]["tests"]
-    rows: list[tuple[str, ...]] = [("TEST", "TOKENS/S", "LEAST", "MOST", "OF MEMORY'S SPEED")]
+    rows: list[tuple[str, ...]] = [("TEST", "TOKENS/S", "LEAST", "MOST", "OF THE FLOOR")]
     for name, result in tests.items():
         share = f"{floors[name]['percent']:.0f}%" if name in floors else ""
         rows.append((name, *(f"{result[key]:.1f}" for key in ("median", "min", "max")), share))

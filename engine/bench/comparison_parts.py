@@ -113,16 +113,17 @@ def speed(plan: Plan) -> Found:
 
 
 def _floor_rows(documents: Sequence[dict[str, Any]]) -> list[Row]:
-    """Our decodes as a share of what memory allows; the bandwidth is the best that any round saw."""
+    """Our decodes as a share of what memory allows, at the best bandwidth that any round saw."""
     measured = [document for document in documents if document["floor"]["bandwidth"]]
     if not measured:
         why = documents[0]["floor"]["why"] if documents else "nothing of ours was measured"
         return [Row(work="share of the memory floor", unit="%", of="ours", why=why)]
-    best = max(document["floor"]["bandwidth"]["all_threads"]["most"] for document in measured) * 1e9
     rows = []
-    for name, floor in measured[0]["floor"]["tests"].items():
-        shares = [document["tests"][name]["median"] * floor["bytes_per_token"] / best * 100 for document in measured]
-        rows.append(Row(work=f"{name}, share of the memory floor", unit="%", ours=spread(shares), of="ours"))
+    for name in measured[0]["floor"]["tests"]:
+        best = max(document["floor"]["tests"][name]["tokens_per_s"] for document in measured)
+        shares = [document["tests"][name]["median"] / best * 100 for document in measured]
+        work = f"{name}, share of the memory floor"
+        rows.append(Row(work=work, unit="%", ours=spread(shares), of="ours"))
     return rows
 
 

@@ -26,6 +26,7 @@ NAME = "bench/model:latest"
 ROOT = Path(__file__).resolve().parents[2]  # the folder that holds the packages
 START_TIMEOUT_S, END_TIMEOUT_S = 120.0, 30.0
 QUESTION = "Say hello."
+BUILDS = "CAVECTL_TEST_CACHE"  # where a source tree keeps the native library: it shall not be built again
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ def our_home(model: str, threads: int) -> Iterator[Home]:
     names = {"CAVECTL_DATA_DIR": "data", "CAVECTL_RUNTIME_DIR": "run", "XDG_CONFIG_HOME": "config"}
     for name in names.values():
         (folder / name).mkdir(mode=0o700)
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("CAVECTL_")}
+    kept = {name: value for name, value in os.environ.items() if name == BUILDS or not name.startswith("CAVECTL_")}
     ours = {"CAVECTL_SOCKET": str(folder / "s"), "CAVECTL_PORT": "0", "CAVECTL_THREADS": str(threads)}
     home = Home(folder, kept | {name: str(folder / path) for name, path in names.items()} | ours)
     try:

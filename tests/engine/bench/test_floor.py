@@ -6,6 +6,7 @@ import pytest
 
 from engine.bench import floor
 from engine.bench.notation import parse_test
+from engine.bench.timing import spread
 from engine.cache.layout import CacheGroup, CacheLayout, Plane
 
 WEIGHTS = 1000
@@ -47,7 +48,7 @@ def test_the_share_of_the_floor() -> None:
 def test_without_a_library_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     from engine.errors import CavectlError
 
-    def none(_: int) -> floor.Bandwidth:
+    def none(*_: int) -> floor.Spread:
         raise CavectlError("there is no library")
 
     monkeypatch.setattr(floor, "read_bandwidth", none)
@@ -55,25 +56,36 @@ def test_without_a_library_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (measured.bandwidth, measured.why, measured.tests) == (None, "there is no library", {})
 
 
-def test_bandwidth_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(floor, "BUFFER_BYTES", 8 << 20)
-    measured = floor.read_bandwidth(2)
-    assert (measured.buffer_bytes, measured.threads) == (8 << 20, 2)
-    for of in (measured.one_thread, measured.all_threads):
+def test_bandwidth_is_measured() -> None:
+    for threads in (1, 2):
+        of = floor.read_bandwidth(8 << 20, threads)
         assert 0 < of.least <= of.median <= of.most < 10_000 and of.count == floor.REPEATS
 
 
-def test_prefills_have_no_floor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(floor, "BUFFER_BYTES", 1 << 20)
-    medians = [(parse_test("pp4"), 9.0), (parse_test("tg1@9"), 5.0)]
-    measured = floor.measure(1, WEIGHTS, CacheLayout((group("full", None),)), medians)
-    assert measured.why is None and measured.weight_bytes == WEIGHTS
-    assert list(measured.tests) == ["tg1@9"] and measured.tests["tg1@9"].bytes_per_token == 1640
+def test_a_test_is_held_against_reading_what_its_steps_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefills have no floor. The weights are large here, so that no buffer is taken larger than a step."""
+    weights, read = 4 << 20, list[tuple[int, int]]()
+
+    def measured(buffer_bytes: int, threads: int) -> floor.Spread:
+        read.append((buffer_bytes, threads))
+        return spread([1.0, float(threads)])
+
+    monkeypatch.setattr(floor, "read_bandwidth", measured)
+    medians = [(parse_test("pp4"), 9.0), (parse_test("tg1@9x2"), 5.0)]
+    found = floor.measure(3, weights, CacheLayout((group("full", None),)), medians)
+    assert read == [(256 << 20, 1), (256 << 20, 3), (weights + 2 * 640, 3)]
+    assert found.why is None and found.weight_bytes == weights and found.bandwidth is not None
+    assert (found.bandwidth.one_thread.most, found.bandwidth.all_threads.most, found.bandwidth.threads) == (1, 3, 3)
+    assert list(found.tests) == ["tg1@9x2"]
+    test = found.tests["tg1@9x2"]
+    assert (test.bytes_per_token, test.step_gb_per_s) == (weights / 2 + 640, 3)
+    assert test.tokens_per_s == pytest.approx(3e9 / (weights / 2 + 640), abs=0.1)
 
 
-def test_impossible_measurements_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_measurements_are_refused() -> None:
     from engine.errors import CavectlError
 
-    monkeypatch.setattr(floor, "BUFFER_BYTES", 100)
     with pytest.raises(CavectlError, match="256 bytes"):
-        floor.read_bandwidth(1)
+        floor.read_bandwidth(100, 1)
+    with pytest.raises(CavectlError, match="4096 threads"):
+        floor.read_bandwidth(1 << 20, 0)
