@@ -47,7 +47,7 @@ def bench(
     command = ["--tests", tests, "--reps", str(reps), "--backend", backend]
     command += ["--kv-dtype", kv_dtype] if kv_dtype != "auto" else []
     command += ["--threads", str(threads)] if threads else []
-    document, line = _measure([_weights(environment, model), *command])
+    document, line = _measure([*_weights(environment, model), *command])
     if json:
         for row in _lines(document):
             environment.console.note(row)
@@ -57,14 +57,15 @@ def bench(
         environment.console.line(row)
 
 
-def _weights(environment: Environment, model: str) -> str:
-    """The path of a model: the one that was given, or where the store has it."""
+def _weights(environment: Environment, model: str) -> list[str]:
+    """A model as the child is told of it: the path that was given, or what the store has."""
     name = model_name(model)
     if is_path(model) and (path := Path(model).expanduser().absolute()).exists():
-        return str(path)
+        return [str(path)]
     from daemon.store import Store
 
-    return str(Store(environment.settings.data_dir).get(name).weights)
+    record = Store(environment.settings.data_dir).get(name)
+    return [str(record.weights), "--packed", str(record.packed), "--weights-digest", record.weights_digest]
 
 
 def _measure(arguments: list[str]) -> tuple[dict[str, Any], str]:

@@ -64,6 +64,8 @@ class Asked:
     backend: str = "auto"
     kv_dtype: str = ""  # "": the backend's own
     threads: int | None = None
+    packed_path: str = ""
+    weights_digest: str = ""
 
 
 def measure(asked: Asked, say: Say) -> Document:
@@ -158,6 +160,8 @@ def _setup(asked: Asked) -> Setup:
         backend=asked.backend,
         kv_dtype=asked.kv_dtype,
         threads=asked.threads,
+        packed_path=asked.packed_path,
+        weights_digest=asked.weights_digest,
     )
 
 
@@ -185,13 +189,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     platform.limit_spinning()
     platform.expect_no_numpy()
     try:
-        tests = parse_tests(options.tests)
-        asked = Asked(options.model, tests, options.reps, options.seed, options.backend, options.kv_dtype, options.threads)
-        answer: Document | dict[str, ErrorInfo] = measure(asked, lambda text: sys.stderr.write(f"{text}\n"))
+        answer: Document | dict[str, ErrorInfo] = measure(_asked(options), lambda text: sys.stderr.write(f"{text}\n"))
     except CavectlError as error:
         answer = {"error": error.info}
     sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
     return int(isinstance(answer, dict))
+
+
+def _asked(options: argparse.Namespace) -> Asked:
+    return Asked(
+        model=options.model,
+        tests=parse_tests(options.tests),
+        repeats=options.reps,
+        seed=options.seed,
+        backend=options.backend,
+        kv_dtype=options.kv_dtype,
+        threads=options.threads,
+        packed_path=options.packed,
+        weights_digest=options.weights_digest,
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -203,6 +219,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--backend", choices=("auto", "reference", "cpu", "cuda"), default="auto")
     parser.add_argument("--kv-dtype", default="", choices=("", "float32", "float16", "bfloat16", "int8"))
     parser.add_argument("--threads", type=_positive, metavar="N", help="default: one for each core")
+    parser.add_argument("--packed", default="", metavar="FILE", help="the model's packed weights, made if they are not there")
+    parser.add_argument("--weights-digest", default="", metavar="DIGEST", help="of the weights that they must come from")
     return parser
 
 

@@ -74,6 +74,8 @@ class Setup:
     backend: str = "auto"
     kv_dtype: str = ""  # "": the product's default
     threads: int | None = None
+    packed_path: str = ""  # as in WorkerConfig
+    weights_digest: str = ""
 
     def config(self, path: str) -> WorkerConfig:
         config = WorkerConfig(
@@ -84,6 +86,8 @@ class Setup:
             max_step_tokens=self.max_step_tokens,
             max_sequences=self.max_sequences,
             threads=self.threads,
+            packed_path=self.packed_path,
+            weights_digest=self.weights_digest,
         )
         return msgspec.structs.replace(config, kv_dtype=self.kv_dtype) if self.kv_dtype else config
 

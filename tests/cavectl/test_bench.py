@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
 import pytest
 
 from cavectl.commands import bench
+from daemon.store import Store
 from engine.bench import notation
 from tests.cavectl.conftest import Home
 from tests.fixtures.tiny_rand import tiny_rand
@@ -47,6 +49,17 @@ def test_without_json_it_is_a_table(home: Home, tiny: Path) -> None:
     assert "GB/s" in lines[-1] and "MB resident" in lines[-2]
     assert "TOKENS/S" not in done.stderr.decode()
     assert not (home.data_dir / "logs").exists(), "no daemon was needed"
+
+
+def test_a_model_of_the_store(home: Home, tiny: Path) -> None:
+    """Found without a daemon, with the packed weights that it has there."""
+    record = asyncio.run(Store(home.data_dir).import_path(tiny, "mine"))
+    record.packed.unlink(missing_ok=True)
+    done = home.run("bench", "mine", "--tests", "tg2", "--reps", "1", "--json")
+    assert done.returncode == 0, done.stderr
+    model = json.loads(done.stdout.splitlines()[-1])["conditions"]["model"]
+    assert model["architecture"] == "llama" and record.packed.exists() == (model["backend"] == "cpu")
+    assert not (home.data_dir / "logs").exists()
 
 
 @pytest.mark.parametrize(
