@@ -37,6 +37,7 @@ COMMANDS: Mapping[str, Entry] = MappingProxyType(
         "ls": Entry("cavectl.commands.models:list_models", "List the models at hand.", hidden=True),
         "show": Entry("cavectl.commands.models:show", "Show what a model is."),
         "verify": Entry("cavectl.commands.verify:verify", "Hash the files of models again, and compare."),
+        "pack": Entry("cavectl.commands.pack:pack", "Make the packed weights of models, so that they load at once."),
         "rm": Entry("cavectl.commands.models:remove", "Remove models."),
         "bench": Entry("cavectl.commands.bench:bench", "Measure how fast a model is here: tokens per second, engine only."),
         "ps": Entry("cavectl.commands.models:loaded", "List the models in memory."),

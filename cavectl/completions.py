@@ -17,7 +17,7 @@ import click
 from cavectl.app import COMMANDS, GLOBAL_OPTIONS, GROUPS, command
 from cavectl.arguments import OptionalValue
 
-_TAKES_MODEL = frozenset({"run", "pull", "show", "verify", "rm", "stop", "bench"})
+_TAKES_MODEL = frozenset({"run", "pull", "show", "verify", "pack", "rm", "stop", "bench"})
 _TAKES_PATH = frozenset({"import"})
 _VALUES = MappingProxyType({"-m": "models", "--socket": "files"})  # what an option's value is, where a shell can know
 

@@ -17,7 +17,7 @@ _cavectl() {
     daemon) if ((place + 1 < last)); then command="$command ${typed[place + 1]}"; fi ;;
   esac
   case $command in
-    "") words="run pull import list show verify rm bench ps stop serve daemon" flags="--url --version --help" ;;
+    "") words="run pull import list show verify pack rm bench ps stop serve daemon" flags="--url --version --help" ;;
     daemon) words="start stop status logs" ;;
     "run")
       case $previous in
@@ -50,6 +50,9 @@ _cavectl() {
       kind=${kind:-models}
       flags="--json -h --help" ;;
     "verify")
+      kind=${kind:-models}
+      flags="--json -h --help" ;;
+    "pack")
       kind=${kind:-models}
       flags="--json -h --help" ;;
     "rm")

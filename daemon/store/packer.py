@@ -45,7 +45,7 @@ class ChildPacker:
 
     memory_limit_bytes: int = 4 << 30
     timeout_s: float = 120.0
-    least_bytes_per_s: int = 10 << 20
+    more_s_per_gb: float = 100.0
     keep_free_bytes: int = 0
     command: tuple[str, ...] = tuple(python_module("engine.pack"))
 
@@ -57,7 +57,7 @@ class ChildPacker:
         argv += ["--memory-limit-bytes", str(limit), "--keep-free-bytes", str(self.keep_free_bytes)]
         root = Path(next(iter(daemon.__path__))).parent  # the engine lies beside the daemon, and -m finds that one
         try:
-            async with asyncio.timeout(self.timeout_s + size / self.least_bytes_per_s):
+            async with asyncio.timeout(self.timeout_s + self.more_s_per_gb * size / 1e9):
                 result = await run_child(argv, cwd=root, limit_bytes=_ANSWER_BYTES)
         except TimeoutError:
             raise CavectlError(f"packing {weights.name} took too long", code="store_error") from None

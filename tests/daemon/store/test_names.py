@@ -250,7 +250,7 @@ def test_file_names_that_are_refused(name: str) -> None:
 
 def test_file_names_of_one_model() -> None:
     check_file_names(["a", "b/a", "config.json", "моd.gguf"])
-    for names in (["A", "a"], ["é", "e\u0301"], ["manifest.json"], ["Info.msgpack"]):
+    for names in (["A", "a"], ["é", "e\u0301"], ["manifest.json"], ["Info.msgpack"], ["weights.packed"]):
         with pytest.raises(CavectlError):
             check_file_names(names)
 
