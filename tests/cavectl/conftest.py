@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from engine.kernels.cpu.lib import cache_folder
 from tests.cavectl.fake_daemon import FakeDaemon
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +56,8 @@ def make_home(folder: Path, **environ: str) -> Home:
     for path in folders.values():
         path.mkdir(mode=0o700)
     kept = {k: v for k, v in os.environ.items() if k in ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "TMPDIR")}
-    ours = {"CAVECTL_SOCKET": str(folder / "s"), "CAVECTL_PORT": "0", "TERM": "xterm"}
+    built = str(cache_folder())  # the native library of this source tree: not built again for every home
+    ours = {"CAVECTL_SOCKET": str(folder / "s"), "CAVECTL_PORT": "0", "TERM": "xterm", "CAVECTL_TEST_CACHE": built}
     return Home(folder, kept | {k: str(v) for k, v in folders.items()} | ours | environ)
 
 

@@ -16,13 +16,6 @@ from tests.fixtures.tiny_rand import tiny_rand
 
 
 @pytest.fixture
-def home(home: Home, test_cache: Path) -> Home:
-    """With the native library where other tests have built it."""
-    home.environ |= {"CAVECTL_TEST_CACHE": str(test_cache)}
-    return home
-
-
-@pytest.fixture
 def store(home: Home, tmp_path: Path) -> Store:
     """With the model `tiny`, imported in place and not packed."""
     model = tiny_rand()
