@@ -5,24 +5,13 @@
 #include <limits>
 #include <unordered_set>
 
+#include "sampler_loops.h"
+
 namespace cavectl {
 
 namespace {
 
 constexpr double kNone = -std::numeric_limits<double>::infinity();
-
-bool all_finite(const float* logits, int32_t n) {
-  float sum = 0;  // x - x is 0, or NaN for NaN and infinities
-  for (int32_t i = 0; i < n; ++i) sum += logits[i] - logits[i];
-  return sum == 0;
-}
-
-template <typename T>
-int32_t first_best(const T* scores, int32_t n) {
-  int32_t best = 0;
-  for (int32_t i = 1; i < n; ++i) best = scores[i] > scores[best] ? i : best;
-  return best;
-}
 
 bool changes_scores(const Slot& slot, const uint8_t* allowed) {
   const SlotParams& p = slot.params;
@@ -55,8 +44,45 @@ void adjust(const Slot& slot, const uint8_t* allowed, int32_t vocab, double* sco
   }
 }
 
-// Keeps of ids and values the first `count` in the order (value descending, id ascending); ids stay ascending.
-void keep_first(std::vector<int32_t>& ids, std::vector<double>& values, size_t count, std::vector<double>& spare) {
+// A row of scores, float32 as computed or float64 as adjusted, with the best of each block of it.
+template <typename T>
+struct Scores {
+  const T* row;
+  size_t n;
+  double best;
+  const RowLoops<T>& loops;
+  SampleScratch& scratch;
+};
+
+// The first id that has the best score.
+template <typename T>
+int32_t first_best(const Scores<T>& s) {
+  const std::vector<double>& peaks = s.scratch.peaks;
+  const size_t block = size_t(std::find(peaks.begin(), peaks.end(), s.best) - peaks.begin());
+  const T* from = s.row + block * kBlock;
+  return int32_t(std::find(from, s.row + s.n, T(s.best)) - s.row);
+}
+
+// Into scratch ids and weights: all ids, ascending, whose score is `bound` at least, and their scores.
+template <typename T>
+void gather(const Scores<T>& s, double bound) {
+  s.scratch.ids.clear();
+  s.scratch.weights.clear();
+  for (size_t block = 0; block < s.scratch.peaks.size(); ++block) {
+    if (!(s.scratch.peaks[block] >= bound)) continue;
+    const size_t end = std::min(s.n, (block + 1) * kBlock);
+    for (size_t i = block * kBlock; i < end; ++i) {
+      if (double(s.row[i]) < bound) continue;
+      s.scratch.ids.push_back(int32_t(i));
+      s.scratch.weights.push_back(double(s.row[i]));
+    }
+  }
+}
+
+// Of ids and values the first `count` in the order (value descending, id ascending); ids stay ascending.
+void keep_first(SampleScratch& scratch, size_t count) {
+  std::vector<int32_t>& ids = scratch.ids;
+  std::vector<double>&values = scratch.weights, &spare = scratch.spare;
   if (count >= ids.size()) return;
   spare.assign(values.begin(), values.end());
   std::nth_element(spare.begin(), spare.begin() + ptrdiff_t(count) - 1, spare.end(), std::greater<>());
@@ -72,93 +98,172 @@ void keep_first(std::vector<int32_t>& ids, std::vector<double>& values, size_t c
   values.resize(kept);
 }
 
-// How many of the best weights it takes to reach `top_p` of their sum.
-size_t nucleus(const std::vector<double>& weights, double top_p, std::vector<double>& spare) {
-  double sum = 0;
-  for (double w : weights) sum += w;
-  const double goal = sum * top_p;
+// The `count` best ids and their scores: none of them is below the best of the block that is `count`th by its best.
+template <typename T>
+void gather_first(const Scores<T>& s, size_t count) {
+  std::vector<double>& spare = s.scratch.spare;
+  double bound = kNone;
+  if (count <= s.scratch.peaks.size()) {
+    spare.assign(s.scratch.peaks.begin(), s.scratch.peaks.end());
+    std::nth_element(spare.begin(), spare.begin() + ptrdiff_t(count) - 1, spare.end(), std::greater<>());
+    bound = spare[count - 1];
+  }
+  gather(s, bound);
+  keep_first(s.scratch, count);
+}
+
+// How many of the best weights it takes to reach `goal`; 0 when all together do not.
+size_t nucleus(const std::vector<double>& weights, double goal, std::vector<double>& spare) {
   spare.assign(weights.begin(), weights.end());
   double reached = 0;
   size_t sorted = 0;
   while (sorted < spare.size()) {
     const size_t more = std::min(spare.size(), std::max<size_t>(256, 8 * sorted));
-    std::nth_element(spare.begin() + ptrdiff_t(sorted), spare.begin() + ptrdiff_t(more) - 1, spare.end(), std::greater<>());
-    std::sort(spare.begin() + ptrdiff_t(sorted), spare.begin() + ptrdiff_t(more), std::greater<>());
+    const auto from = spare.begin() + ptrdiff_t(sorted), to = spare.begin() + ptrdiff_t(more);
+    std::nth_element(from, to - 1, spare.end(), std::greater<>());
+    std::sort(from, to, std::greater<>());
     for (; sorted < more; ++sorted) {
       reached += spare[sorted];
       if (reached >= goal) return sorted + 1;
     }
   }
-  return spare.size();
+  return 0;
 }
 
-int32_t draw(const Slot& slot, int32_t vocab, SampleScratch& scratch) {
-  const SlotParams& p = slot.params;
-  std::vector<double>&scores = scratch.scores, &weights = scratch.weights;
-  std::vector<double> spare;
-  std::vector<int32_t>& ids = scratch.ids;
-  ids.resize(size_t(vocab));
-  for (int32_t i = 0; i < vocab; ++i) ids[size_t(i)] = i;
-  if (p.top_k > 0) keep_first(ids, scores, size_t(p.top_k), spare);
-  const double best = *std::max_element(scores.begin(), scores.end());
-  weights.resize(scores.size());
-  for (size_t i = 0; i < scores.size(); ++i) weights[i] = std::exp((scores[i] - best) / p.temperature);
-  if (p.top_p < 1) keep_first(ids, weights, nucleus(weights, p.top_p, spare), spare);
-  double total = 0;
-  for (double& w : weights) {
-    if (w < p.min_p) w = 0;
-    total += w;
-  }
-  double target = total * uniform(p.seed, p.choice, uint32_t(slot.tokens.size()), 0, 0);
-  target = std::min(target, std::nextafter(total, 0.0));
-  double cumulative = 0;
-  for (size_t i = 0; i < ids.size(); ++i) {
-    cumulative += weights[i];
-    if (cumulative > target) return ids[i];
-  }
-  return ids.back();
-}
-
-void add_logprobs(const float* logits, int32_t vocab, int32_t count, Sample& out, SampleScratch& scratch) {
-  const double best = logits[first_best(logits, vocab)];
+double sum_of(const std::vector<double>& weights) {
   double sum = 0;
-  for (int32_t i = 0; i < vocab; ++i) sum += std::exp(double(logits[i]) - best);
-  const double norm = best + std::log(sum);
-  out.logprob = double(logits[out.token]) - norm;
+  for (double w : weights) sum += w;
+  return sum;
+}
+
+void weigh(const SampleLoops& loops, double best, double scale, std::vector<double>& scores) {
+  loops.f64.weights(scores.data(), scores.size(), best, scale, scores.data());
+}
+
+// Ids and weights that top-k and top-p leave.
+template <typename T>
+void filter(const Scores<T>& s, const SlotParams& p, const SampleLoops& loops) {
+  const double scale = 1 / p.temperature;
+  SampleScratch& scratch = s.scratch;
+  if (p.top_k > 0 && size_t(p.top_k) < s.n) {
+    gather_first(s, size_t(p.top_k));
+    weigh(loops, s.best, scale, scratch.weights);
+    if (p.top_p >= 1) return;
+    const size_t count = nucleus(scratch.weights, sum_of(scratch.weights) * p.top_p, scratch.spare);
+    if (count) keep_first(scratch, count);
+    return;
+  }
+  scratch.sums.resize(blocks(s.n));
+  const double goal = s.loops.sums(s.row, s.n, s.best, scale, scratch.sums.data()) * p.top_p;
+  for (double depth = 8; depth < 1024; depth *= 4) {  // the weights above exp(-depth), and then more of them
+    gather(s, s.best - depth * p.temperature);
+    weigh(loops, s.best, scale, scratch.weights);
+    if (const size_t count = nucleus(scratch.weights, goal, scratch.spare)) {
+      keep_first(scratch, count);
+      return;
+    }
+  }
+  gather(s, kNone);
+  weigh(loops, s.best, scale, scratch.weights);
+}
+
+// The first index whose cumulative weight exceeds `target`; `count`, where rounding lets none.
+size_t reach(const double* weights, size_t count, double& cumulative, double target) {
+  for (size_t i = 0; i < count; ++i) {
+    cumulative += weights[i];
+    if (cumulative > target) return i;
+  }
+  return count;
+}
+
+double target_of(double total, double number) { return std::min(total * number, std::nextafter(total, 0.0)); }
+
+// Without top-k and top-p: a block by its sum, then an id in it, so that only one block's weights are ever written.
+template <typename T>
+int32_t draw_unfiltered(const Scores<T>& s, double temperature, double number) {
+  std::vector<double>& sums = s.scratch.sums;
+  sums.resize(blocks(s.n));
+  const double target = target_of(s.loops.sums(s.row, s.n, s.best, 1 / temperature, sums.data()), number);
+  double weights[kBlock], cumulative = 0;
+  size_t last = 0;
+  for (size_t block = 0; block < sums.size(); ++block) {
+    if (sums[block] > 0) last = block;
+    if (cumulative + sums[block] > target) break;
+    cumulative += sums[block];
+  }
+  const size_t start = last * kBlock, count = std::min(kBlock, s.n - start);
+  s.loops.weights(s.row + start, count, s.best, 1 / temperature, weights);
+  size_t found = reach(weights, count, cumulative, target);
+  if (found == count) {  // the block's own sum, in another order, was a little more
+    while (found-- > 1 && weights[found] == 0) continue;
+  }
+  return int32_t(start + found);
+}
+
+template <typename T>
+int32_t draw(const Scores<T>& s, const Slot& slot, const SampleLoops& loops) {
+  const SlotParams& p = slot.params;
+  const double number = uniform(p.seed, p.choice, uint32_t(slot.tokens.size()), 0, 0);
+  const bool narrowed = (p.top_k > 0 && size_t(p.top_k) < s.n) || p.top_p < 1;
+  if (!narrowed && p.min_p <= 0) return draw_unfiltered(s, p.temperature, number);
+  SampleScratch& scratch = s.scratch;
+  if (narrowed) {
+    filter(s, p, loops);
+  } else {  // a weight of min_p has this score, and a margin for its rounding
+    gather(s, s.best + (std::log(p.min_p) * p.temperature) * (1 + 1e-9) - 1e-9 * std::abs(s.best) - 1e-300);
+    weigh(loops, s.best, 1 / p.temperature, scratch.weights);
+  }
+  for (double& w : scratch.weights) w = w < p.min_p ? 0 : w;
+  double cumulative = 0;
+  const double target = target_of(sum_of(scratch.weights), number);
+  const size_t found = reach(scratch.weights.data(), scratch.weights.size(), cumulative, target);
+  return scratch.ids[std::min(found, scratch.ids.size() - 1)];
+}
+
+void add_logprobs(const Scores<float>& s, int32_t count, Sample& out) {
+  s.scratch.sums.resize(blocks(s.n));
+  const double norm = s.best + std::log(s.loops.sums(s.row, s.n, s.best, 1.0, s.scratch.sums.data()));
+  out.logprob = double(s.row[out.token]) - norm;
   if (count <= 0) return;
-  std::vector<int32_t>& ids = scratch.ids;
-  ids.resize(size_t(vocab));
-  for (int32_t i = 0; i < vocab; ++i) ids[size_t(i)] = i;
-  const auto before = [&](int32_t a, int32_t b) { return logits[a] > logits[b] || (logits[a] == logits[b] && a < b); };
-  const size_t kept = std::min(size_t(count), ids.size());
-  std::partial_sort(ids.begin(), ids.begin() + ptrdiff_t(kept), ids.end(), before);
-  for (size_t i = 0; i < kept; ++i) out.top.emplace_back(ids[i], double(logits[ids[i]]) - norm);
+  gather_first(s, std::min(size_t(count), s.n));
+  for (size_t i = 0; i < s.scratch.ids.size(); ++i) out.top.emplace_back(s.scratch.ids[i], s.scratch.weights[i] - norm);
+  std::stable_sort(out.top.begin(), out.top.end(), [](const auto& a, const auto& b) { return a.second > b.second; });
+}
+
+template <typename T>
+int32_t choose(const Scores<T>& s, const Slot& slot, const SampleLoops& loops) {
+  return slot.params.temperature == 0 ? first_best(s) : draw(s, slot, loops);
 }
 
 }  // namespace
 
 void sample(const float* logits, int32_t vocab, const Slot& slot, const uint8_t* allowed, SampleScratch& scratch, Sample& out) {
   out = Sample{};
-  if (!all_finite(logits, vocab)) {
+  const SampleLoops& loops = *sample_loops(0);
+  const size_t n = size_t(vocab);
+  scratch.peaks.resize(blocks(n));
+  const Scores<float> plain{logits, n, loops.f32.peaks(logits, n, scratch.peaks.data()), loops.f32, scratch};
+  if (std::isnan(plain.best)) {
     out.status = kNotFinite;
     return;
   }
   out.status = kSampled;
-  const bool greedy = slot.params.temperature == 0;
-  if (greedy && !changes_scores(slot, allowed)) {
-    out.token = first_best(logits, vocab);
+  if (!changes_scores(slot, allowed)) {
+    out.token = choose(plain, slot, loops);
   } else {
-    scratch.scores.assign(logits, logits + vocab);
+    scratch.scores.resize(n);
+    loops.widen(logits, n, scratch.scores.data());
     adjust(slot, allowed, vocab, scratch.scores.data());
-    out.token = first_best(scratch.scores.data(), vocab);
-    if (scratch.scores[size_t(out.token)] == kNone) {
+    const Scores<double> adjusted{scratch.scores.data(), n, loops.f64.peaks(scratch.scores.data(), n, scratch.peaks.data()), loops.f64,
+                                  scratch};
+    if (adjusted.best == kNone) {
       out.status = kNothingAllowed;
-      out.token = -1;
       return;
     }
-    if (!greedy) out.token = draw(slot, vocab, scratch);
+    out.token = choose(adjusted, slot, loops);
+    if (slot.params.logprobs > 0) loops.f32.peaks(logits, n, scratch.peaks.data());
   }
-  if (slot.params.logprobs >= 0) add_logprobs(logits, vocab, slot.params.logprobs, out, scratch);
+  if (slot.params.logprobs >= 0) add_logprobs(plain, slot.params.logprobs, out);
 }
 
 double uniform(uint64_t seed, uint32_t choice, uint32_t position, uint32_t draw, uint32_t node) {

@@ -48,19 +48,15 @@ struct Sample {
 
 // Memory of one thread, kept between calls so that a step allocates nothing once it has grown.
 struct SampleScratch {
-  std::vector<double> scores;   // [vocab]: what bias, penalties and masks make of the logits
-  std::vector<double> weights;  // [vocab]: of those that are left, and in between what is ordered in place
-  std::vector<double> blocks;   // the best, or the sum, of each block of ids, and a copy
-  std::vector<int32_t> ids;     // [vocab]: those that are left, ascending
-  std::vector<uint64_t> seen;   // bits over ids; all zero between calls
-
-  // For a vocabulary of so many. sample() calls it too: then it may throw std::bad_alloc, here and nowhere else.
-  void grow(size_t vocab);
+  std::vector<double> scores;       // [vocab]: what bias, penalties and masks make of the logits
+  std::vector<double> weights;      // of those that are left
+  std::vector<int32_t> ids;         // those that are left, ascending
+  std::vector<double> peaks, sums;  // the best, and the sum of weights, of each block of ids
+  std::vector<double> spare;        // what is ordered in place
 };
 
 // logits: float32 [vocab]. allowed: bitset over ids, (vocab + 7) / 8 bytes, or null. Sets status kNotFinite when a logit is NaN or
-// infinite (checked here), or when biases and penalties leave float64's range; kNothingAllowed when they and masks leave no id.
-// Throws std::bad_alloc only where the scratch or `out.top` has not grown yet; the slot is not changed.
+// infinite (checked here); kNothingAllowed when biases and masks leave no id. The slot is not changed.
 void sample(const float* logits, int32_t vocab, const Slot& slot, const uint8_t* allowed, SampleScratch& scratch, Sample& out);
 
 // float64 in [0, 1) of Philox4x32-10, as engine/runtime/philox.py.
