@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from engine.kernels.cpu.lib import cache_folder
 from tests.cavectl.fake_daemon import FakeDaemon
+from tests.fixtures.native_build import native_cache
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,8 +56,7 @@ def make_home(folder: Path, **environ: str) -> Home:
     for path in folders.values():
         path.mkdir(mode=0o700)
     kept = {k: v for k, v in os.environ.items() if k in ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "TMPDIR")}
-    built = str(cache_folder())  # the native library of this source tree: not built again for every home
-    ours = {"CAVECTL_SOCKET": str(folder / "s"), "CAVECTL_PORT": "0", "TERM": "xterm", "CAVECTL_TEST_CACHE": built}
+    ours = {"CAVECTL_SOCKET": str(folder / "s"), "CAVECTL_PORT": "0", "TERM": "xterm", "CAVECTL_TEST_CACHE": native_cache()}
     return Home(folder, kept | {k: str(v) for k, v in folders.items()} | ours | environ)
 
 

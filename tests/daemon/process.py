@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.daemon.wire import PATIENCE_S, Client, until
+from tests.fixtures.native_build import native_cache
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,6 +65,7 @@ def environment(folder: Path, **variables: str) -> dict[str, str]:
         "CAVECTL_CONFIG_DIR": str(folder / "config"),
         "CAVECTL_RUNTIME_DIR": str(folder / "run"),
         "CAVECTL_PORT": "0",
+        "CAVECTL_TEST_CACHE": native_cache(),
     }
     return clean | ours | {name: value for name, value in variables.items() if value is not None}
 
