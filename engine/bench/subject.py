@@ -126,20 +126,20 @@ def load_subject(path: str, progress: Callable[[str, float], Any], setup: Setup 
     config = msgspec.structs.replace(config, kv_memory_bytes=pages_bytes(budget_layout, wanted))
     built = build_engine(config, progress)
     layout = cache_layout(spec, _known_kv_dtype(built.info.kv_dtype))
-    pages = pages_for_budget(
-        layout,
-        pages_bytes(budget_layout, wanted),
-        context_tokens=config.context_tokens,
-        max_sequences=config.max_sequences,
-        max_step_tokens=config.max_step_tokens,
-    )
-    assert sum(pages) == built.info.pages_total, "the loader shared the cache's memory otherwise"
-    subject = Subject(built.engine.executor, layout, pages, built.info.context_tokens, built.info.vocab_size)
-    return Loaded(subject, built.info, model, _read_weight_bytes(spec, built.info))
+
+    def shared(budget_bytes: int) -> tuple[int, ...]:
+        limits = {name: getattr(config, name) for name in ("context_tokens", "max_sequences", "max_step_tokens")}
+        return pages_for_budget(layout, budget_bytes, **limits)
+
+    assert sum(shared(pages_bytes(budget_layout, wanted))) == built.info.pages_total, "the loader shared the memory otherwise"
+    pages = shared(pages_bytes(layout, wanted))
+    info = msgspec.structs.replace(built.info, kv_bytes=pages_bytes(layout, pages), pages_total=sum(pages))
+    subject = Subject(built.engine.executor, layout, pages, info.context_tokens, info.vocab_size)
+    return Loaded(subject, info, model, _read_weight_bytes(spec, info))
 
 
 def _known_kv_dtype(kv_dtype: str) -> KvDtype:
-    """Before a model is loaded nobody knows what "auto" will be: float32 takes the most."""
+    """Before a model is loaded nobody knows what "auto" will be: float32 takes the most. What is too much is left unused."""
     return "float32" if kv_dtype == "auto" else kv_dtype  # pyright: ignore[reportReturnType]
 
 

@@ -88,11 +88,13 @@ def test_a_server_that_ends_is_not_waited_for(tmp_path: Path) -> None:
         servers.llama_cold_start_s(llama_server(tmp_path, broken="yes"), "m.gguf", 1)
 
 
-def test_the_parts_over_http(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def plan(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
+    """One round of small requests."""
     monkeypatch.setattr(comparison_parts, "PROMPT_TOKENS", 16)
     monkeypatch.setattr(comparison_parts, "CLIENT_TOKENS", 4)
     monkeypatch.setattr(comparison_parts, "PROMPT_IDS", range(290, 320))
-    plan = Plan(
+    return Plan(
         ours=Ours(str(tiny), 1),
         theirs=Theirs("no-such-python", str(tiny), 1),
         theirs_q4_0=None,
@@ -101,10 +103,20 @@ def test_the_parts_over_http(tiny: Path, tmp_path: Path, monkeypatch: pytest.Mon
         rounds=1,
         say=said,
     )
+
+
+def test_the_rows_over_http(plan: Plan) -> None:
     rows, details = comparison_parts.http(plan)
     assert all(row.ratio is not None and not row.why for row in rows), [row.why for row in rows]
     assert details["resident"]["bytes"] > 1 << 20
-    (start,), _ = comparison_parts.cold(plan)
-    assert start.ours is not None and start.theirs is not None and start.verdict in ("met", "MISSED")
-    (memory,), _ = comparison_parts.memory(plan)
-    assert memory.ours is not None and memory.most is not None, memory.why
+
+
+def test_the_row_of_cold_starts(plan: Plan) -> None:
+    (row,), _ = comparison_parts.cold(plan)
+    assert row.ours is not None and row.theirs is not None and row.verdict in ("met", "MISSED")
+
+
+def test_the_row_of_memory(plan: Plan) -> None:
+    (row,), details = comparison_parts.memory(plan)
+    assert row.ours is not None and row.most is not None, row.why
+    assert details["resident_bytes"] > 1 << 20 and details["kv_bytes"] > 0
