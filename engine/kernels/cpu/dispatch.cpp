@@ -3,6 +3,7 @@
 #include <string>
 
 #include "kernels.h"
+#include "os.h"
 
 namespace cavectl {
 
@@ -34,7 +35,7 @@ int choices(Choice (&found)[kMostChoices]) {
   found[count++] = {avx512, kernels_avx512_table()};
   found[count++] = {avx2, kernels_avx2_table()};
 #elif defined(__aarch64__)
-  found[count++] = {true, kernels_neon_table()};  // built for ARMv8.2 with dot products, which the build checks
+  found[count++] = {has_dot_products(), kernels_neon_table()};
 #endif
   found[count++] = {true, kernels_scalar_table()};
   return count;

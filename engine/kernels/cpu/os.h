@@ -1,4 +1,5 @@
-// The system calls of the CPU backend that differ between Linux and macOS: sleeping on a word, pausing in a spin, reserving memory.
+// The system calls of the CPU backend that differ between Linux and macOS: sleeping on a word, pausing in a spin, reserving memory,
+// asking what an ARM machine can do.
 #pragma once
 #include <sys/mman.h>
 
@@ -16,6 +17,12 @@
 #include <mutex>
 #endif
 
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
+
 namespace cavectl {
 
 inline void pause_spin() {
@@ -25,6 +32,23 @@ inline void pause_spin() {
   asm volatile("yield");
 #endif
 }
+
+#if defined(__aarch64__)
+// Whether the machine has the dot products and float16 arithmetic of ARMv8.2, which the neon kernels are compiled for.
+inline bool has_dot_products() {
+#if defined(__linux__)
+  constexpr unsigned long kNeeds = HWCAP_ASIMDDP | HWCAP_ASIMDHP;
+  return (getauxval(AT_HWCAP) & kNeeds) == kNeeds;
+#elif defined(__APPLE__)
+  int has = 0;
+  size_t size = sizeof has;
+  // macOS 11 does not know the name; it runs on chips that all have them
+  return sysctlbyname("hw.optional.arm.FEAT_DotProd", &has, &size, nullptr, 0) != 0 || has != 0;
+#else
+  return false;
+#endif
+}
+#endif
 
 // A 32-bit word that threads may sleep on.
 class SleepWord {
