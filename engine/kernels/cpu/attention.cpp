@@ -153,9 +153,9 @@ void StepRun::attend_tiles(const Layer& layer, const KvPlane& plane, const Atten
   }
 }
 
-void StepRun::finish_parts(const Layer& layer, size_t depth, const AttentionTask& task, size_t head, Engine::Private& own) {
+void StepRun::finish_parts(const Layer& layer, const AttentionTask& task, size_t head, Engine::Private& own) {
   const size_t done = finished[task.counter * most_kv_heads + head].fetch_add(1, std::memory_order_acq_rel) + 1;
-  if (done != (depth + 1) * task.parts) return;
+  if (done % task.parts) return;  // a layer may have fewer heads than the one before, so it counts its own alone
   const size_t group = layer.heads / layer.kv_heads;
   clear(own.total, group, padded(layer.head_dim));
   for (size_t tile = task.whole_first; tile < task.whole_end; ++tile) {
@@ -164,8 +164,7 @@ void StepRun::finish_parts(const Layer& layer, size_t depth, const AttentionTask
   store_mixed(layer, task.first_token, head, own.total);
 }
 
-void StepRun::attend_task(const Layer& layer, const KvPlane& plane, size_t depth, const AttentionTask& task, size_t head,
-                          Engine::Private& own) {
+void StepRun::attend_task(const Layer& layer, const KvPlane& plane, const AttentionTask& task, size_t head, Engine::Private& own) {
   const size_t group = layer.heads / layer.kv_heads, width = padded(layer.head_dim);
   if (all_single && task.end_tile == task.whole_end) {  // only this piece reads the new position, so it may write it
     const size_t token = task.first_token, d = layer.head_dim, stride = padded(layer.kv_heads * d), position = position_of[token];
@@ -177,7 +176,7 @@ void StepRun::attend_task(const Layer& layer, const KvPlane& plane, size_t depth
   }
   attend_tiles(layer, plane, task, head, own);
   if (task.parts > 1) {
-    finish_parts(layer, depth, task, head, own);
+    finish_parts(layer, task, head, own);
     return;
   }
   for (size_t i = 0; i < task.tokens; ++i) {
@@ -189,8 +188,7 @@ void StepRun::attend_task(const Layer& layer, const KvPlane& plane, size_t depth
 void StepRun::attention(Lane& lane, size_t index) {
   const Layer& layer = engine.model_.layers[index];
   GroupCache& cache = engine.caches_[layer.group];
-  const size_t depth = engine.plane_of_layer_[index];  // how many layers of the group came before
-  const KvPlane& plane = cache.planes[depth];
+  const KvPlane& plane = cache.planes[engine.plane_of_layer_[index]];
   Engine::Private& own = *engine.private_[size_t(lane.worker)];
   size_t first, end;
   if (!all_single) {
@@ -205,7 +203,7 @@ void StepRun::attention(Lane& lane, size_t index) {
   const size_t size = std::max<size_t>(1, std::min<size_t>(8, total / (8 * size_t(engine.pool_.threads()))));
   while (engine.pool_.claim(lane.phase, total, size, first, end)) {
     for (size_t n = end; n > first; --n) {
-      attend_task(layer, plane, depth, found[(n - 1) / layer.kv_heads], (n - 1) % layer.kv_heads, own);
+      attend_task(layer, plane, found[(n - 1) / layer.kv_heads], (n - 1) % layer.kv_heads, own);
     }
   }
   ++lane.phase;

@@ -114,12 +114,12 @@ bool Engine::run(Step& step, std::vector<Sample>& samples) {
   samples.assign(step.rows.size(), Sample{});
   StepRun run(*this, step, samples);
   run.plan();
+  logit_rows_ = 0;  // their memory may go
   if (!run.need_memory()) return false;
   pool_.reserve_phases(run.phases());
   for (int32_t slot : step.closed) slots_[size_t(slot)] = Slot{};
   for (OpenedSlot& opened : step.opened) slots_[size_t(opened.index)] = std::move(opened.slot);
   copy_pages(step.copies);
-  logit_rows_ = 0;
   if (!step.rows.empty()) {
     pool_.run([](void* context, int worker) { static_cast<StepRun*>(context)->work(worker); }, &run);
     logit_rows_ = run.wanted.size();

@@ -39,7 +39,13 @@ struct Activations {
   float* s16 = nullptr;    // [T][2 * blocks]: d * sum of each half
   int32_t* i = nullptr;    // [T][blocks]: sum of q
   int32_t* i16 = nullptr;  // [T][2 * blocks]
+  uint8_t* loose = nullptr;  // room for two panels of 4-bit weights with a byte each, of the calling thread alone; or null
 };
+
+// Bytes of a panel of 4-bit weights with a byte each, scales and minimums as floats behind each block.
+inline constexpr size_t loose_room(size_t columns) {
+  return columns / kBlockColumns * kPanelRows * (kBlockColumns + 4 * sizeof(float));
+}
 
 struct Output {
   float* y = nullptr;  // [T][stride]

@@ -13,6 +13,7 @@ constexpr int kTokenTile = 4;   // tokens that share one unpacking of a panel
 constexpr int kScorePages = 1;  // pages of keys, and chunks of values, taken together: what the registers hold
 constexpr int kValueChunks = 1;
 constexpr int kDot8Bias = 128;  // dot8 gives the sum of (w - 128) x
+constexpr size_t kLooseTokens = 16;  // from so many on, 4-bit weights are given a byte each first
 
 static inline V16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 static inline void store(float* p, V16 x) {
@@ -152,4 +153,19 @@ static inline void dot8(const uint8_t* block, int from, int to, const int8_t* co
   for (int m = 0; m < M; ++m) out[m].a = sums[m];
   dot8_half<M>(block, 1, from, to, x, sums);
   for (int m = 0; m < M; ++m) out[m].b = sums[m];
+}
+
+// As dot4, over stored numbers of at most 15 that lie a byte each, in dot8's layout.
+template <int M>
+static inline void dot_small(const uint8_t* block, int from, int to, const int8_t* const* x, V16i (&out)[M]) {
+  const __m256i ones = _mm256_set1_epi16(1);
+  for (int half = 0; half < 2; ++half) {
+    __m256i pairs[M];
+    for (int m = 0; m < M; ++m) pairs[m] = _mm256_setzero_si256();
+    for (int j = from; j < to; ++j) {
+      const __m256i w = _mm256_loadu_si256((const __m256i*)(block + 64 * j + 32 * half));
+      for (int m = 0; m < M; ++m) pairs[m] = _mm256_add_epi16(pairs[m], _mm256_maddubs_epi16(w, four_of(x[m] + 4 * j)));
+    }
+    for (int m = 0; m < M; ++m) (half ? out[m].b : out[m].a) = _mm256_madd_epi16(pairs[m], ones);
+  }
 }

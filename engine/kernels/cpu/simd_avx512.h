@@ -13,6 +13,7 @@ constexpr int kTokenTile = 8;
 constexpr int kScorePages = 4;
 constexpr int kValueChunks = 4;
 constexpr int kDot8Bias = 0;  // dot8 gives the sum of w x
+constexpr size_t kLooseTokens = SIZE_MAX;  // from so many on, 4-bit weights are given a byte each first
 
 static inline V16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
 static inline void store(float* p, V16 x) { _mm512_storeu_ps(p, x.v); }
@@ -95,4 +96,10 @@ static inline void dot8(const uint8_t* block, int from, int to, const int8_t* co
     const __m512i w = _mm512_loadu_si512(block + 64 * j);
     for (int m = 0; m < M; ++m) out[m].v = _mm512_dpbusd_epi32(out[m].v, w, four_of(x[m] + 4 * j));
   }
+}
+
+// As dot4, over stored numbers of at most 15 that lie a byte each, in dot8's layout.
+template <int M>
+static inline void dot_small(const uint8_t* block, int from, int to, const int8_t* const* x, V16i (&out)[M]) {
+  dot8<M>(block, from, to, x, out);
 }

@@ -12,6 +12,7 @@ struct V16i {
 constexpr int kTokenTile = 4;  // 16 sums, the weights of a group and their activations are what 32 registers hold
 constexpr int kScorePages = 1;
 constexpr int kValueChunks = 1;
+constexpr size_t kLooseTokens = SIZE_MAX;  // never: splitting nibbles is cheap beside four dot products
 constexpr int kDot8Bias = 128;  // dot8 gives the sum of (w - 128) x
 
 template <typename F>
@@ -159,6 +160,17 @@ static inline void dot8(const uint8_t* block, int from, int to, const int8_t* co
   for (int j = from; j < to; ++j) {
     int8x16_t w[4];
     for (int i = 0; i < 4; ++i) w[i] = vreinterpretq_s8_u8(veorq_u8(vld1q_u8(block + 64 * j + 16 * i), vdupq_n_u8(0x80)));
+    for (int m = 0; m < M; ++m) accumulate(out[m], w, four_of(x[m] + 4 * j));
+  }
+}
+
+// As dot4, over stored numbers of at most 15 that lie a byte each, in dot8's layout.
+template <int M>
+static inline void dot_small(const uint8_t* block, int from, int to, const int8_t* const* x, V16i (&out)[M]) {
+  for (int m = 0; m < M; ++m) out[m] = zero_i();
+  for (int j = from; j < to; ++j) {
+    int8x16_t w[4];
+    for (int i = 0; i < 4; ++i) w[i] = vreinterpretq_s8_u8(vld1q_u8(block + 64 * j + 16 * i));
     for (int m = 0; m < M; ++m) accumulate(out[m], w, four_of(x[m] + 4 * j));
   }
 }

@@ -16,6 +16,7 @@ constexpr int kTokenTile = 4;
 constexpr int kScorePages = 1;
 constexpr int kValueChunks = 1;
 constexpr int kDot8Bias = 0;
+constexpr size_t kLooseTokens = SIZE_MAX;  // from so many on, 4-bit weights are given a byte each first
 
 template <typename F>
 static inline V16 each(const F& f) {
@@ -131,4 +132,10 @@ static inline void dot8(const uint8_t* block, int from, int to, const int8_t* co
       for (int i = 0; i < 64; ++i) out[m].v[i / 4] += block[64 * j + i] * x[m][4 * j + i % 4];
     }
   }
+}
+
+// As dot4, over stored numbers of at most 15 that lie a byte each, in dot8's layout.
+template <int M>
+static inline void dot_small(const uint8_t* block, int from, int to, const int8_t* const* x, V16i (&out)[M]) {
+  dot8<M>(block, from, to, x, out);
 }

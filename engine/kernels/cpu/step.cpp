@@ -45,7 +45,7 @@ bool StepRun::need_memory() {
     const size_t heads = kBlockTokens * most_group, few = kFewTokens;
     had = had && floats(own->f, few * columns) && own->i8.need(few * blocks * kBlockColumns) && floats(own->d, few * blocks) &&
           floats(own->s, few * blocks) && floats(own->s16, 2 * few * blocks) && floats(own->i, few * blocks) &&
-          floats(own->i16, 2 * few * blocks) &&
+          floats(own->i16, 2 * few * blocks) && own->loose.need(2 * loose_room(columns)) &&
           floats(own->heads, (2 * heads + most_group + 1) * most_width + most_group * kTileTokens + 2 * (heads + most_group));
     if (!had) return false;
     float* at = own->heads.as<float>();
@@ -103,6 +103,7 @@ Activations StepRun::inputs(Lane& lane, const float* x, size_t stride, size_t co
   a.s16 = (few ? own.s16 : w.s16).as<float>();
   a.i = (few ? own.i : w.i).as<int32_t>();
   a.i16 = (few ? own.i16 : w.i16).as<int32_t>();
+  a.loose = own.loose.as<uint8_t>();
   if (!norm && !integers) return a;
   const auto make = [&](size_t first, size_t end) {
     for (size_t t = first; t < end; ++t) {

@@ -19,6 +19,7 @@ struct AttentionTask {
 
 struct Engine::Private {
   Buffer f, i8, d, s, s16, i, i16;  // activations of few tokens
+  Buffer loose;                     // two panels
   Buffer heads;                     // queries, running and tile softmax, scores
   float *q = nullptr, *key = nullptr, *scores = nullptr;
   Softmax total, tile;
@@ -61,9 +62,9 @@ struct StepRun {
   void embed(Lane& lane);
   void attention(Lane& lane, size_t layer);
   void write_keys(const Layer& layer, const KvPlane& plane, size_t token, float* scratch);
-  void attend_task(const Layer& layer, const KvPlane& plane, size_t depth, const AttentionTask& task, size_t head, Engine::Private& own);
+  void attend_task(const Layer& layer, const KvPlane& plane, const AttentionTask& task, size_t head, Engine::Private& own);
   void attend_tiles(const Layer& layer, const KvPlane& plane, const AttentionTask& task, size_t head, Engine::Private& own);
-  void finish_parts(const Layer& layer, size_t depth, const AttentionTask& task, size_t head, Engine::Private& own);
+  void finish_parts(const Layer& layer, const AttentionTask& task, size_t head, Engine::Private& own);
   void load_queries(const Layer& layer, size_t token, size_t head, float* q);
   void store_mixed(const Layer& layer, size_t token, size_t head, const Softmax& total);
   void turn(const Layer& layer, size_t token, float* x) const;
