@@ -86,6 +86,45 @@ int64_t cavectl_logits(cavectl_engine* engine, float* target, int64_t rows);
 // Bytes of memory that the engine itself holds (cache and workspace), without the packed file.
 int64_t cavectl_resident_bytes(cavectl_engine* engine);
 
+// --- single operations, for tests (op_abi.cpp) ---------------------------------------------------------------------------------------
+
+// A packed matrix as cavectl_pack makes it; bias: [rows], or null.
+typedef struct cavectl_matrix {
+  const void* data;
+  uint64_t bytes, rows, columns;
+  const float* bias;
+  uint32_t kind;
+  int32_t exponent;
+} cavectl_matrix;
+
+// Keys and values of one layer, in the layout of kernels.h, with D' = head_dim rounded up to 16 and items of float32, float16 or int8
+// (type 0, 1, 2). k: [pages][kv_heads][head_dim][16], v: [pages][kv_heads][16][D'], scales (int8 only): float16 [pages][kv_heads][16].
+typedef struct cavectl_op_cache {
+  uint32_t type, head_dim;
+  uint64_t pages, kv_heads;
+  void *k, *v, *k_scale, *v_scale;
+} cavectl_op_cache;
+
+// Each runs one kernel of the instruction set `isa` ("": the best). All buffers are dense, row after row; float unless said.
+// x [tokens][columns] as int8 q [tokens][columns] and scales [tokens][columns / 32].
+int32_t cavectl_op_quantise(const char* isa, const float* x, uint64_t tokens, uint64_t columns, int8_t* q, float* scales, char* error);
+// y [tokens][rows] = x W^T + bias, with `add` added to what y holds; the kernel gets `run` panels a call.
+int32_t cavectl_op_matmul(const char* isa, const cavectl_matrix* w, const float* x, uint64_t tokens, uint64_t run, int32_t add, float* y,
+                          char* error);
+// y [tokens][rows] = activation(gate) * up, or activation(up) where gate is null. activation: kernels.h.
+int32_t cavectl_op_feed(const char* isa, const cavectl_matrix* gate, const cavectl_matrix* up, uint32_t activation, const float* x,
+                        uint64_t tokens, uint64_t run, float* y, char* error);
+int32_t cavectl_op_rms_norm(const char* isa, const float* x, const float* weight, uint64_t tokens, uint64_t columns, float epsilon,
+                            float* y, char* error);
+// Turns the pairs (x[i], x[i + half]) in place; tables [half].
+int32_t cavectl_op_rotate(const char* isa, float* x, const float* cosine, const float* sine, uint64_t half, char* error);
+// k, v [kv_heads][head_dim] of one token.
+int32_t cavectl_op_write_kv(const char* isa, const cavectl_op_cache* cache, uint64_t page, uint64_t slot, const float* k, const float* v,
+                            char* error);
+// q, out [kv_heads * group][head_dim] of one token at `position`; window 0: it sees all before it.
+int32_t cavectl_op_attend(const char* isa, const cavectl_op_cache* cache, const int32_t* pages, uint64_t page_count, uint64_t position,
+                          uint64_t window, const float* q, uint64_t group, float scale, float* out, char* error);
+
 // --- the machine (bandwidth.cpp) -----------------------------------------------------------------------------------------------------
 
 // Sums `bytes` of memory with so many threads, `repeats` times over; bytes_per_second receives `repeats` figures. Each thread reads a

@@ -38,6 +38,13 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "cavectl_keep_logits": (_I32, (_P, _I32)),
     "cavectl_logits": (_I64, (_P, _P, _I64)),
     "cavectl_resident_bytes": (_I64, (_P,)),
+    "cavectl_op_quantise": (_I32, (_S, _P, _U64, _U64, _P, _P, _P)),
+    "cavectl_op_matmul": (_I32, (_S, _P, _P, _U64, _U64, _I32, _P, _P)),
+    "cavectl_op_feed": (_I32, (_S, _P, _P, _U32, _P, _U64, _U64, _P, _P)),
+    "cavectl_op_rms_norm": (_I32, (_S, _P, _P, _U64, _U64, ctypes.c_float, _P, _P)),
+    "cavectl_op_rotate": (_I32, (_S, _P, _P, _P, _U64, _P)),
+    "cavectl_op_write_kv": (_I32, (_S, _P, _U64, _U64, _P, _P, _P)),
+    "cavectl_op_attend": (_I32, (_S, _P, _P, _U64, _U64, _U64, _P, _U64, ctypes.c_float, _P, _P)),
     "cavectl_read_bandwidth": (_I32, (_U64, _I32, _I32, _DOUBLE, _P)),
 }
 
