@@ -80,9 +80,10 @@ _cavectl() {
         --port) kind=nothing ;;
         --socket) kind=files ;;
         --kv-memory) kind=nothing ;;
+        --threads) kind=nothing ;;
       esac
       kind=${kind:-nothing}
-      flags="--host --port --socket --kv-memory -h --help" ;;
+      flags="--host --port --socket --kv-memory --threads -h --help" ;;
     "daemon start")
       kind=${kind:-nothing}
       flags="-h --help" ;;

@@ -27,10 +27,12 @@ def serve(
     port: Annotated[str, typer.Option(metavar="PORT", help="TCP port; 0: any free one; off: none.")] = "",
     socket: Annotated[str, typer.Option(metavar="PATH", help="Path of the Unix socket.")] = "",
     kv_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory for each model's cache: 2GiB, 500MB, bytes.")] = "",
+    threads: Annotated[str, typer.Option(metavar="N", help="Threads that compute; 0: one for each physical core.")] = "",
 ) -> None:
     """Run the daemon here, until Ctrl-C."""
     flags: list[str] = []
-    given = {"--host": host, "--port": port, "--socket": str(Path(socket).absolute()) if socket else "", "--kv-memory": kv_memory}
+    path = str(Path(socket).absolute()) if socket else ""
+    given = {"--host": host, "--port": port, "--socket": path, "--kv-memory": kv_memory, "--threads": threads}
     for name, value in given.items():
         if value:
             flags += [name, value]
