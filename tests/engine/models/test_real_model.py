@@ -17,9 +17,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.cache.layout import KvDtype, cache_layout
+from engine.models.families import family_for
 from engine.runtime.batch import FROM_PREVIOUS, PAGE_TOKENS, Row, SamplingSlot, StepInputs
+from engine.runtime.native_executor import NativeExecutor
 from engine.runtime.torch_executor import TorchExecutor
 from engine.types import SamplingParams
+from engine.weights.packed import open_or_pack
 from engine.weights.source import open_source
 from tests.engine.models.checkpoints import load, logits, oracle
 
@@ -125,3 +129,33 @@ def test_greedy_continuation_equals_transformers(
         output = executor.submit(StepInputs(step=len(ids), rows=[row], opened=[] if ids else [slot]))
         ids.append(output.rows[0].tokens[0].id)
     assert ids == expected["continuation"].tolist()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kv_dtype", ["float32", "float16", "int8"])
+def test_the_native_backend_stays_close_in_4_bits(
+    kv_dtype: KvDtype, real_model_path: Path, prompts: dict[str, list[int]], expected: dict[str, torch.Tensor]
+) -> None:
+    """Its activations are int8, the reference's float32: what that costs, in nats for each of 1,500 positions."""
+    got = native_logits(real_model_path, prompts["long"], kv_dtype)
+    ours, theirs = got.double().log_softmax(-1), expected["long"].double().log_softmax(-1)
+    divergence = (theirs.exp() * (theirs - ours)).sum(-1)
+    assert len(divergence) >= 1000 and float(divergence.min()) > -1e-9
+    assert float(divergence.mean()) < 0.01
+
+
+def native_logits(path: Path, ids: list[int], kv_dtype: KvDtype) -> torch.Tensor:
+    source = open_source(str(path), "gguf")
+    family = family_for(source.info.architecture)
+    spec = family.spec(source.info.config, 2048)
+    packed = open_or_pack(source, spec, family.parameters(spec), progress=lambda stage, fraction: None)
+    source.close()
+    executor = NativeExecutor(spec, packed, cache_layout(spec, kv_dtype), [128], kv_dtype=kv_dtype, threads=2)
+    executor.keep_logits()
+    parts = []
+    for start in range(0, len(ids), 256):
+        row = Row(sequence=1, tokens=ids[start : start + 256], position=start, pages=[list(range(128))])
+        executor.submit(StepInputs(step=start, rows=[row]))
+        parts.append(torch.frombuffer(bytearray(executor.logits()), dtype=torch.float32).view(len(row.tokens), -1))
+    executor.close()
+    return torch.cat(parts)
