@@ -65,11 +65,11 @@ struct Pair {
   Random& random;
 };
 
-// Calls f(first, count) for random pieces of 0 .. total - 1.
+// Calls f(first, count) for random pieces of 0 .. total - 1; sometimes it is one.
 template <typename F>
 void in_pieces(Random& random, size_t total, const F& f) {
   for (size_t first = 0; first < total;) {
-    const size_t count = 1 + random.below(total - first);
+    const size_t count = random.one_in(3) ? total - first : 1 + random.below(total - first);
     f(first, count);
     first += count;
   }
@@ -111,7 +111,7 @@ void compare_products(const Pair& pair, const char* what, Inputs& x, size_t pane
 
 void check_matmul(const Pair& pair) {
   for (uint32_t kind = kF32; kind < kKinds; ++kind) {
-    for (size_t tokens : {1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 19}) {
+    for (size_t tokens : {1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 19, 40}) {
       const size_t columns = columns_for(pair.random, kind);
       const Weights w = random_weights(pair.random, kind, 1 + pair.random.below(70), columns);
       Inputs x = random_inputs(pair.random, tokens, columns);
@@ -138,7 +138,7 @@ void check_feed(const Pair& pair) {
       const uint32_t gate_kind = kF32 + uint32_t(pair.random.below(kKinds - kF32));
       const Weights up = random_weights(pair.random, kind, rows, columns);
       const Weights gate = random_weights(pair.random, gate_kind, rows, columns);
-      Inputs x = random_inputs(pair.random, 1 + pair.random.below(10), columns);
+      Inputs x = random_inputs(pair.random, 1 + pair.random.below(24), columns);
       quantise_all(pair.scalar, x);
       compare_feed(pair, pair.random.one_in(3) ? nullptr : &gate, up, activation, x);
     }
@@ -192,14 +192,20 @@ void compare_caches(const Pair& pair, const Cache& expected, const Cache& found)
   pair.report.equal_halves("write_kv value scales", expected.v_scale, found.v_scale);
 }
 
+std::vector<float> head_values(Random& random, size_t n) {
+  if (random.one_in(2)) return wild_values(random, n);
+  std::vector<float> values = plain_values(random, n);
+  const bool middle = random.one_in(2);
+  for (size_t i = 0; middle && i < n; ++i) values[i] = random.middle(i == 0);
+  return values;
+}
+
 void check_write(const Pair& pair) {
   for (uint32_t type = 0; type < kKvTypes; ++type) {
     for (size_t head_dim : {1, 7, 16, 20, 64, 80, 128, 512}) {
       Cache expected = random_cache(pair.random, type, 2, head_dim, 2), found = expected;
       for (int written = 0; written < 20; ++written) {
-        const bool wild = pair.random.one_in(2);
-        const std::vector<float> k = wild ? wild_values(pair.random, head_dim) : plain_values(pair.random, head_dim);
-        const std::vector<float> v = wild ? wild_values(pair.random, head_dim) : plain_values(pair.random, head_dim);
+        const std::vector<float> k = head_values(pair.random, head_dim), v = head_values(pair.random, head_dim);
         const size_t head = pair.random.below(2), page = pair.random.below(2), slot = pair.random.below(kPageTokens);
         pair.scalar.write_kv(expected.plane(), head, page, slot, k.data(), v.data());
         pair.other.write_kv(found.plane(), head, page, slot, k.data(), v.data());

@@ -41,6 +41,7 @@ class Random {
     memcpy(&value, &word, sizeof value);
     return value;
   }
+  float middle(bool largest) { return largest ? 127.0f : float(below(254)) - 126.5f; }
   // Of 2^-15 .. 2 or none of them normal, and now and then NaN or infinite.
   uint16_t half(size_t wild_one_in) {
     const uint16_t word = uint16_t(bits() >> 32);
@@ -128,16 +129,29 @@ struct Inputs {
   std::vector<float> f, d, s, s16;
   std::vector<int8_t> q;
   std::vector<int32_t> i, i16;
+  std::vector<uint8_t> loose;
   size_t tokens, columns, stride, blocks;
 
   // What it looks like from token t on.
   cavectl::Activations from(size_t t) {
-    return {columns,          stride,           blocks,           f.data() + t * stride, q.data() + t * blocks * 32,
-            d.data() + t * blocks, s.data() + t * blocks, s16.data() + t * 2 * blocks, i.data() + t * blocks, i16.data() + t * 2 * blocks};
+    cavectl::Activations x;
+    x.columns = columns;
+    x.stride = stride;
+    x.blocks = blocks;
+    x.f = f.data() + t * stride;
+    x.q = q.data() + t * blocks * 32;
+    x.d = d.data() + t * blocks;
+    x.s = s.data() + t * blocks;
+    x.s16 = s16.data() + t * 2 * blocks;
+    x.i = i.data() + t * blocks;
+    x.i16 = i16.data() + t * 2 * blocks;
+    x.loose = loose.data();
+    return x;
   }
 };
 
-// Floats only; the rest is for `quantise`. Half of the tokens have odd values, and some a block of zeros.
+// Floats only; the rest is for `quantise`. Half of the tokens have odd values, some a block of zeros, some one that rounds in the middle:
+// its largest is 127, the others whole numbers and a half.
 inline Inputs random_inputs(Random& random, size_t tokens, size_t columns) {
   Inputs x;
   x.tokens = tokens;
@@ -147,12 +161,13 @@ inline Inputs random_inputs(Random& random, size_t tokens, size_t columns) {
   x.f.resize(tokens * x.stride + 16);  // quantise reads whole blocks
   for (size_t t = 0; t < tokens; ++t) {
     const bool wild = random.one_in(2);
-    const size_t zeros = random.below(4 * x.blocks);
+    const size_t zeros = random.below(4 * x.blocks), middle = random.below(2 * x.blocks);
     for (size_t c = 0; c < columns; ++c) {
       const float value = wild ? random.wild() : random.plain();
-      x.f[t * x.stride + c] = c / 32 == zeros ? 0.0f : value;
+      x.f[t * x.stride + c] = c / 32 == zeros ? 0.0f : c / 32 == middle ? random.middle(c % 32 == 0) : value;
     }
   }
+  x.loose.resize(2 * cavectl::loose_room(columns) + 1);
   x.q.resize(tokens * x.blocks * 32);
   x.d.resize(tokens * x.blocks);
   x.s = x.d;
