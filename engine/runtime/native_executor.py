@@ -78,7 +78,7 @@ class NativeExecutor:
 
     def submit(self, inputs: StepInputs) -> StepOutputs:
         """Runs the step. Raises InvalidRequest for inputs that break the contract, before anything is changed."""
-        words, numbers, masks = _Words(self._groups).step(inputs)
+        words, numbers, masks = _Words(self._groups, (self._vocab + 7) // 8).step(inputs)
         results = self._room(inputs)
         code = self._library.cavectl_step(
             self._engine,
@@ -143,8 +143,8 @@ class NativeExecutor:
 class _Words:
     """Writes a step as int64 words, float64 numbers and mask bytes."""
 
-    def __init__(self, groups: int) -> None:
-        self._groups = groups
+    def __init__(self, groups: int, mask_bytes: int) -> None:
+        self._groups, self._mask_bytes = groups, mask_bytes
         self._words, self._numbers, self._masks = array("q"), array("d"), bytearray()
 
     def step(self, inputs: StepInputs) -> tuple[array[int], array[float], bytes]:
@@ -178,6 +178,8 @@ class _Words:
             raise InvalidRequest("a row has a negative position, or not one page list for each cache group")
         words, mask = self._words, -1
         if row.mask is not None:
+            if len(row.mask) != self._mask_bytes:
+                raise InvalidRequest(f"a mask must have {self._mask_bytes} bytes, not {len(row.mask)}")
             mask = len(self._masks)
             self._masks += row.mask
         words.extend((row.position, len(row.tokens), row.sampling, mask))
