@@ -15,6 +15,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ FLAGS = (
 )
 SANITIZERS = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g")
 COMPILERS = ("c++", "g++", "clang++")
+UNUSED_S = 7 * 86400
 ISA_FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
         "isa_avx2": ("-mavx2", "-mfma", "-mf16c", "-mbmi2"),
@@ -88,7 +90,7 @@ def fingerprint(command: Sequence[str], flags: Sequence[str]) -> str:
     digest = hashlib.sha256()
     for path in sorted(p for p in SOURCES.iterdir() if p.suffix in (".cpp", ".h", ".inl")):
         digest.update(f"{path.name}\0".encode() + path.read_bytes() + b"\0")
-    version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False).stdout
+    version = _run([*command, "--version"])
     digest.update("\0".join([*command, version, *flags, platform.machine(), str(ISA_FLAGS)]).encode())
     return digest.hexdigest()[:16]
 
@@ -113,7 +115,10 @@ def compile_library(target: Path, *, sanitize: bool = False, extra_flags: Sequen
 
 
 def cached_library(cache: Path, *, sanitize: bool = False, extra_flags: Sequence[str] = ()) -> Path:
-    """The library of the sources as they are now, built in `cache` if it is not there yet. Raises BuildError."""
+    """The library of the sources as they are now, built in `cache` if it is not there yet. Raises BuildError.
+
+    Builds that nobody has used for a week are removed.
+    """
     command = compiler()
     if command is None:
         raise BuildError("there is no C++ compiler (c++, g++ or clang++)")
@@ -124,8 +129,15 @@ def cached_library(cache: Path, *, sanitize: bool = False, extra_flags: Sequence
         with _locked(library.parent / "lock"):
             if not library.exists():
                 compile_library(library, sanitize=sanitize, extra_flags=extra_flags)
+                _remove_unused(cache)
     os.utime(library)
     return library
+
+
+def _remove_unused(cache: Path) -> None:
+    for library in cache.glob(f"native-*/{NAME}"):
+        if time.time() - library.stat().st_mtime > UNUSED_S:
+            shutil.rmtree(library.parent, ignore_errors=True)
 
 
 def _compile(command: Sequence[str], flags: Sequence[str], unit: _Unit, folder: Path) -> Path:
@@ -134,13 +146,14 @@ def _compile(command: Sequence[str], flags: Sequence[str], unit: _Unit, folder: 
     return out
 
 
-def _run(command: Sequence[str]) -> None:
+def _run(command: Sequence[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
         raise BuildError(f"the compiler {command[0]} cannot be run: {error.strerror}") from error
     if done.returncode:
         raise BuildError("the compiler refused the native code", done.stderr)
+    return done.stdout
 
 
 @contextmanager

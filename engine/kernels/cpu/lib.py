@@ -79,8 +79,9 @@ def load_from(path: Path) -> NativeLibrary:
     for name, (result, arguments) in _SIGNATURES.items():
         if (function := getattr(functions, name, None)) is not None:
             function.restype, function.argtypes = result, arguments
-    if functions.cavectl_abi() != ABI:
-        raise NativeUnavailable(f"the native library has ABI {functions.cavectl_abi()}, this version needs {ABI}")
+    abi = functions.cavectl_abi() if hasattr(functions, "cavectl_abi") else "none"
+    if abi != ABI:
+        raise NativeUnavailable(f"the native library has ABI {abi}, this version needs {ABI}")
     return NativeLibrary(path, functions, tuple(functions.cavectl_isas().decode().split(",")))
 
 
