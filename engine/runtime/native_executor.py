@@ -229,6 +229,7 @@ class _Results:
             return RowOutput(error=NOT_FINITE)
         if status == _NOTHING_ALLOWED:
             return RowOutput(error=NOTHING_ALLOWED)
+        assert status == _SAMPLED, f"native code gave the status {status}"
         return RowOutput([self._output(index)])
 
     def _output(self, index: int) -> TokenOutput:

@@ -39,6 +39,7 @@ Engine::Engine(Model model, const Kernels& kernels, int threads, const std::vect
   for (const Layer& layer : model_.layers) plane_of_layer_.push_back(in_group[layer.group]++);
   slots_.resize(model_.max_slots);
   scratch_.resize(size_t(pool_.threads()));
+  for (SampleScratch& scratch : scratch_) scratch.grow(model_.vocab);
   for (int i = 0; i < pool_.threads(); ++i) private_.push_back(std::make_unique<Private>());
   if (!allocate(pages, caches_)) throw std::bad_alloc();
 }
@@ -116,6 +117,7 @@ bool Engine::run(Step& step, std::vector<Sample>& samples) {
   run.plan();
   logit_rows_ = 0;  // their memory may go
   if (!run.need_memory()) return false;
+  run.need_top();
   pool_.reserve_phases(run.phases());
   for (int32_t slot : step.closed) slots_[size_t(slot)] = Slot{};
   for (OpenedSlot& opened : step.opened) slots_[size_t(opened.index)] = std::move(opened.slot);

@@ -53,10 +53,21 @@ struct SampleScratch {
   std::vector<int32_t> ids;         // those that are left, ascending
   std::vector<double> peaks, sums;  // the best, and the sum of weights, of each block of ids
   std::vector<double> spare;        // what is ordered in place
+  std::vector<uint64_t> seen;       // bits over ids, all zero between calls
+
+  // Room for a vocabulary of so many: sampling from one does not allocate then, `Sample::top` apart.
+  void grow(size_t vocab) {
+    const size_t blocks = vocab / 64 + 1;
+    for (auto* all : {&scores, &weights, &spare}) all->reserve(vocab);
+    for (auto* each : {&peaks, &sums}) each->reserve(blocks);
+    ids.reserve(vocab);
+    seen.resize(blocks);
+  }
 };
 
-// logits: float32 [vocab]. allowed: bitset over ids, (vocab + 7) / 8 bytes, or null. Sets status kNotFinite when a logit is NaN or
-// infinite (checked here); kNothingAllowed when biases and masks leave no id. The slot is not changed.
+// logits: float32 [vocab]. allowed: bitset over ids, (vocab + 7) / 8 bytes, or null. The slot is not changed. Status kNotFinite when a
+// logit is NaN or infinite (checked here) or when bias and penalties leave the range of float64; kNothingAllowed when biases, stop ids
+// and masks leave no id. Throws std::bad_alloc where the scratch or `out.top` still has to grow, and never else.
 void sample(const float* logits, int32_t vocab, const Slot& slot, const uint8_t* allowed, SampleScratch& scratch, Sample& out);
 
 // float64 in [0, 1) of Philox4x32-10, as engine/runtime/philox.py.

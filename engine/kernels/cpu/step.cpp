@@ -62,6 +62,15 @@ bool StepRun::need_memory() {
   return had;
 }
 
+void StepRun::need_top() {
+  for (size_t r : sampled) {
+    const int32_t index = step.rows[r].slot;
+    const Slot* slot = &engine.slots_[size_t(index)];
+    for (const OpenedSlot& opened : step.opened) slot = opened.index == index ? &opened.slot : slot;
+    if (slot->params.logprobs > 0) samples[r].top.reserve(std::min(size_t(slot->params.logprobs), engine.model_.vocab));
+  }
+}
+
 void StepRun::embed(Lane& lane) {
   const Model& model = engine.model_;
   const Workspace& w = engine.work_;

@@ -54,6 +54,7 @@ struct StepRun {
   size_t tokens() const { return step.tokens.size(); }
   void plan();
   bool need_memory();
+  void need_top();  // room for log-probabilities, so that no thread but the caller's ever allocates
   size_t phases() const;
   void work(int worker);
 

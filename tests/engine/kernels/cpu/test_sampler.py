@@ -179,6 +179,33 @@ def test_the_draw_of_a_large_vocabulary_is_the_same() -> None:
         assert [token for token, _ in native.top] == [token for token, _ in python.top]
 
 
+def test_scores_beyond_float64_are_named() -> None:
+    logits = torch.linspace(1, 20, 100)
+    for more in ({"min_p": 0.1}, {"top_p": 0.5}, {"top_k": 3}, {"temperature": 0.0}, {}):
+        params = SamplingParams(**{"repetition_penalty": 1e-310, "temperature": 1.0, **more})
+        slot = SamplingSlot(slot=0, params=params, choice=0, prompt=[7, 99], logprobs=5)
+        assert native_sample(logits, slot).status == NOT_FINITE
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e300])
+def test_temperatures_at_the_ends_of_their_range(temperature: float) -> None:
+    rng = random.Random(5)
+    for number in range(300):
+        vocab = rng.choice([9, 64, 257, 1000])
+        logits, filters = _logits(rng, vocab), rng.choice([{"top_p": 0.5}, {"min_p": 0.3}, {"top_k": 5}, {}])
+        slot = SamplingSlot(slot=0, params=SamplingParams(temperature=temperature, seed=number, **filters), choice=0, prompt=[1])
+        python = sample(logits, SamplingState(slot, vocab))
+        assert python is not None and native_sample(logits, slot).token == python.id
+
+
+def test_log_probabilities_of_huge_logits() -> None:
+    slot = SamplingSlot(slot=0, params=SamplingParams(temperature=0.0), choice=0, prompt=[1], logprobs=2)
+    logits = torch.full((9,), 3e38)
+    python, native = sample(logits, SamplingState(slot, 9)), native_sample(logits, slot)
+    assert python is not None and native.logprob == pytest.approx(python.logprob)
+    assert native.top == [(i, pytest.approx(p)) for i, p in python.top]
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("at", [0, 17, 99])
 def test_a_row_that_is_not_finite_is_named(bad: float, at: int) -> None:
