@@ -1,8 +1,8 @@
 """Every instruction set's kernels against the scalar ones, to the bit: native/compare_isas.cpp, built once for each and run.
 
-A machine needs not have what it checks: the ARM kernels are cross-compiled and run under an emulator, AVX2 and AVX-512 are compiled
-against SIMDe, which needs neither. What is missing is said in the skip. Objects are kept in the test cache, named by a hash of all
-that went into them.
+A machine needs not have what it checks: the ARM kernels are cross-compiled and run under an emulator, the whole library too; AVX2 and
+AVX-512 are compiled against SIMDe, which needs neither. What is missing is said in the skip. Objects are kept in the test cache, named
+by a hash of all that went into them.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ DRIVERS = Path(__file__).parent / "native"
 WARNINGS = ("-Wno-psabi",)  # a note on passing vectors, of SIMDe, that concerns nobody who links no foreign code
 ARM = platform.machine().lower() in ("arm64", "aarch64")
 X86 = platform.machine().lower() in ("x86_64", "amd64")
+pytestmark = pytest.mark.timeout(600)  # a compiler of its own for each, on a machine that others use
 SHIPPED = pytest.param(("-Werror",), 20, id="shipped", marks=pytest.mark.full)  # compiled as it is installed, over more data
 
 
@@ -120,20 +121,28 @@ def test_neon_equals_scalar_to_the_bit(test_cache: Path, flags: tuple[str, ...],
     _compare(builder, "neon", rounds, build.ISA_FLAGS["aarch64"]["isa_neon"])
 
 
-def _arm_library(cache: Path) -> Path:
-    """A program of every file of the library that prints the instruction sets it would use, best first. Optimising is left out."""
-    builder = _builder(arm(), cache, "-O0")
+def _arm_program(builder: Builder, driver: str) -> list[str]:
+    """The command of native/<driver>.cpp with every file of the library."""
     objects = [builder.object(unit.source, *unit.flags) for unit in build.units("aarch64")]
-    return builder.program([*objects, builder.object(DRIVERS / "list_isas.cpp")])
+    return [*builder.toolchain.run, str(builder.program([*objects, builder.object(DRIVERS / f"{driver}.cpp")]))]
+
+
+@pytest.mark.parametrize(
+    ("flags", "tokens"),
+    [pytest.param(("-O1",), 150, id="quick"), pytest.param(("-Werror",), 560, id="shipped", marks=pytest.mark.full)],
+)
+def test_small_models_live_the_same_life_on_neon_and_scalar(test_cache: Path, flags: tuple[str, ...], tokens: int) -> None:
+    life = _arm_program(_builder(arm(), test_cache, *flags), "scenario")
+    assert _call([*life, str(tokens), "scalar:1", "neon:1", "neon:3"]).endswith("ok\n")
 
 
 def test_the_library_for_arm_asks_the_machine_for_dot_products(test_cache: Path) -> None:
     toolchain = arm()
     if not toolchain.run:
         pytest.skip("other machines are only seen under the emulator")
-    program = str(_arm_library(test_cache))
-    assert _call((*toolchain.run, "-cpu", "max", program)) == "neon,scalar\n"
-    assert _call((*toolchain.run, "-cpu", "cortex-a53", program)) == "scalar\n"  # ARMv8.0: no dot products
+    emulator, program = _arm_program(_builder(toolchain, test_cache, "-O1"), "list_isas")
+    assert _call([emulator, "-cpu", "max", program]) == "neon,scalar\n"
+    assert _call([emulator, "-cpu", "cortex-a53", program]) == "scalar\n"  # ARMv8.0: no dot products
 
 
 @pytest.mark.parametrize("isa", ["avx2", "avx512"])
