@@ -2,7 +2,8 @@
 //
 //   fuzz SEED SECONDS
 //
-// Sizes that a mutant may ask for beyond its own bytes are held small here, so that accepted ones stay cheap. Ends with counts and "ok".
+// Sizes that a mutant may ask for beyond its own bytes are held small here, so that accepted ones stay cheap. Ends with counts
+// and "ok".
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -12,6 +13,7 @@
 
 namespace {
 
+using namespace cavectl;
 using tiny::Bytes;
 using tiny::Random;
 using tiny::RowWords;
@@ -19,8 +21,6 @@ using tiny::Sampling;
 using tiny::StepWords;
 using tiny::StepWriter;
 using tiny::TinyModel;
-using cavectl::FileHeader;
-using cavectl::PlanHeader;
 
 constexpr int64_t kPages = 8;
 constexpr int32_t kRows = 8, kTop = 4;
@@ -33,10 +33,10 @@ const char* const kIsas[] = {"", "scalar"};
 }
 
 struct Counts {
-  size_t opened = 0, unopened = 0, steps = 0, refused_steps = 0, samples = 0, refused_samples = 0;
+  size_t opened = 0, unopened = 0, steps = 0, refused_steps = 0, samples = 0, refused_samples = 0, packed = 0, refused_packed = 0;
 };
 
-// --- mutations --------------------------------------------------------------------------------------------------------------------
+// --- mutations ---------------------------------------------------------------------------------------------------------------
 
 const int64_t kInteresting[] = {0,       1,         -1,        2,         7,          16,         31,        97,        255,
                                 65536,   INT32_MAX, INT32_MIN, UINT32_MAX, INT64_MAX, INT64_MIN, 1ll << 24, 1ll << 31, 1ll << 47,
@@ -85,7 +85,7 @@ void damage(Random& random, std::vector<double>& numbers) {
   numbers[random.below(numbers.size())] = kOdd[random.below(sizeof kOdd / sizeof *kOdd)];
 }
 
-// --- steps ------------------------------------------------------------------------------------------------------------------------
+// --- steps -------------------------------------------------------------------------------------------------------------------
 
 std::vector<int64_t> some(Random& random, uint32_t vocab, size_t count) {
   std::vector<int64_t> out(count);
@@ -173,7 +173,8 @@ void grow(Random& random, cavectl_engine* engine, size_t groups) {
 // What a mutant may ask for that its own bytes do not pay for.
 void hold_small(Bytes& plan) {
   PlanHeader* header = reinterpret_cast<PlanHeader*>(plan.data());
-  if (plan.size() >= sizeof *header && header->max_slots > kMostSlots && header->max_slots <= 1u << 20) header->max_slots = kMostSlots;
+  if (plan.size() < sizeof *header) return;
+  if (header->max_slots > kMostSlots && header->max_slots <= 1u << 20) header->max_slots = kMostSlots;
 }
 
 // Header and records of both, and the weights, which may be anything.
@@ -199,7 +200,8 @@ void open_and_run(Random& random, const TinyModel& model, bool damaged, Counts& 
   std::fill(pages, pages + 64, kPages);
   const int32_t groups = int32_t(model.shape.windows.size());
   const int threads = random.below(4) ? 1 : 3;
-  cavectl_engine* engine = cavectl_open(model.packed.data(), model.packed.size(), model.plan.data(), model.plan.size(), pages, groups, threads,
+  const Bytes &packed = model.packed, &plan = model.plan;
+  cavectl_engine* engine = cavectl_open(packed.data(), packed.size(), plan.data(), plan.size(), pages, groups, threads,
                                         kIsas[random.below(2)], error);
   if (!engine) {
     check(CAVECTL_INVALID, error);
@@ -234,12 +236,54 @@ void sample(Random& random, Counts& counts) {
   char error[CAVECTL_ERROR_BYTES] = {};
   int32_t status = 0, token = 0, count = 0, ids[kTop];
   double logprob = 0, logprobs[kTop];
-  const int32_t code = cavectl_sample(logits.data(), int32_t(vocab), slot.words.data(), int64_t(slot.words.size()), slot.numbers.data(),
-                                      int64_t(slot.numbers.size()), random.below(2) ? mask.data() : nullptr, &status, &token, &logprob, kTop,
-                                      &count, ids, logprobs, error);
+  const int64_t words = int64_t(slot.words.size()), numbers = int64_t(slot.numbers.size());
+  const uint8_t* allowed = random.below(2) ? mask.data() : nullptr;
+  const int32_t code = cavectl_sample(logits.data(), int32_t(vocab), slot.words.data(), words, slot.numbers.data(), numbers, allowed,
+                                      &status, &token, &logprob, kTop, &count, ids, logprobs, error);
   check(code, error);
   if (!code && status == 1 && (token < 0 || uint32_t(token) >= vocab)) die("a sample", "outside of the vocabulary");
   ++(code ? counts.refused_samples : counts.samples);
+}
+
+// --- packing ---------------------------------------------------------------------------------------------------------------------
+
+struct SourceType {
+  const char* name;
+  uint64_t elements, bytes;  // of a block
+  uint32_t kind;
+};
+
+constexpr SourceType kTypes[] = {
+    {"F32", 1, 4, kF32},        {"F64", 1, 8, kF32},        {"F16", 1, 2, kF16},         {"BF16", 1, 2, kBF16},
+    {"Q4_0", 32, 18, kQ4_S},    {"Q4_1", 32, 20, kQ4_M},    {"Q5_0", 32, 22, kQ8_S},     {"Q5_1", 32, 24, kQ8_M},
+    {"Q8_0", 32, 34, kQ8_S},    {"Q2_K", 256, 84, kQ4_M16}, {"Q3_K", 256, 110, kQ4_M16}, {"Q4_K", 256, 144, kQ4_M},
+    {"Q5_K", 256, 176, kQ8_M}, {"Q6_K", 256, 210, kQ8_S16},
+};
+
+// Any bytes as a tensor of some shape; sizes that do not fit each other now and then.
+void pack(Random& random, Counts& counts) {
+  const SourceType& type = kTypes[random.below(sizeof kTypes / sizeof *kTypes)];
+  uint64_t rows = 1 + random.below(40), columns = type.elements * (1 + random.below(type.elements == 1 ? 70 : 3));
+  uint32_t kind = type.kind;
+  if (random.below(6) == 0) kind = uint32_t(random.below(kKinds + 1));
+  if (kind == kVectorF32) rows = 1;
+  Bytes source(rows * columns / type.elements * type.bytes);
+  for (size_t i = 0; i < source.size(); ++i) source.data()[i] = uint8_t(random.next());
+  Bytes target(kind < kKinds ? tensor_bytes(kind, rows, columns) : 64);
+  uint64_t heads = random.below(4) ? 0 : random.below(6), said = source.size();
+  uint64_t* const wrong[] = {&rows, &columns, &heads, &said};
+  if (random.below(6) == 0) *wrong[random.below(4)] = random.below(2) ? uint64_t(interesting(random)) : 1 + random.below(300);
+  if (said > source.size()) said = source.size();
+  char error[CAVECTL_ERROR_BYTES] = {};
+  int32_t exponent = 0;
+  const int32_t code = cavectl_pack(type.name, source.data(), said, rows, columns, heads, kind, target.data(), target.size(), &exponent,
+                                    error);
+  check(code, error);
+  ++(code ? counts.refused_packed : counts.packed);
+  if (code) return;
+  const uint64_t first = random.below(rows + 1), count = random.below(rows + 2);
+  std::vector<float> back(std::min(count, rows) * columns);
+  check(cavectl_unpack(kind, exponent, target.data(), target.size(), rows, columns, first, count, back.data(), error), error);
 }
 
 }  // namespace
@@ -257,8 +301,10 @@ int main(int count, char** arguments) {
     if (damaged) damage_model(random, model);
     open_and_run(random, model, damaged, counts);
     for (int i = 0; i < 20; ++i) sample(random, counts);
+    for (int i = 0; i < 5; ++i) pack(random, counts);
   }
-  std::printf("opened %zu unopened %zu steps %zu refused_steps %zu samples %zu refused_samples %zu\nok\n", counts.opened, counts.unopened,
-              counts.steps, counts.refused_steps, counts.samples, counts.refused_samples);
+  std::printf("opened %zu unopened %zu steps %zu refused_steps %zu samples %zu refused_samples %zu packed %zu refused_packed %zu\nok\n",
+              counts.opened, counts.unopened, counts.steps, counts.refused_steps, counts.samples, counts.refused_samples, counts.packed,
+              counts.refused_packed);
   return 0;
 }

@@ -1,9 +1,10 @@
-// A life of small models through the C ABI, for the sanitizers: prefill in chunks, decode in batches, copies, growth, windows, a context
-// long enough to be cut over threads, every sampling parameter, refusals.
+// A life of small models through the C ABI, for the sanitizers: prefill in chunks, decode in batches, copies, growth, windows, a
+// context long enough to be cut over threads, every sampling parameter, refusals.
 //
 //   scenario LENGTH ISA:THREADS ...
 //
-// LENGTH is the long context's, in tokens. Each model lives once for every ISA:THREADS, and all must agree to the bit. Ends with "ok".
+// LENGTH is the long context's, in tokens. Each model lives once for every ISA:THREADS, and all must agree to the bit. Ends with
+// "ok".
 #include <cstdio>
 #include <string>
 
@@ -179,9 +180,12 @@ class Life {
       counts.push_back(int64_t(group.size()));
       held.insert(held.end(), group.begin(), group.end());
     }
-    if (cavectl_grow(engine_, pages.data(), held.data(), counts.data(), int32_t(pages.size()), results_.error)) die("grow", results_.error);
+    const auto to = [&] {
+      return cavectl_grow(engine_, pages.data(), held.data(), counts.data(), int32_t(pages.size()), results_.error);
+    };
+    if (to()) die("grow", results_.error);
     pages[0] = 1;
-    if (!cavectl_grow(engine_, pages.data(), held.data(), counts.data(), int32_t(pages.size()), results_.error)) die("grow", "smaller");
+    if (to() != CAVECTL_INVALID) die("grow", "became smaller");
   }
 
   void go_deep(Sequence& deep, int64_t length) {
@@ -241,7 +245,8 @@ int main(int count, char** arguments) {
     for (int i = 2; i < count; ++i) {
       const std::string argument = arguments[i];
       const size_t colon = argument.find(':');
-      const uint64_t digest = Life(model, argument.substr(0, colon), std::atoi(argument.c_str() + colon + 1)).live(std::atoi(arguments[1]));
+      Life life(model, argument.substr(0, colon), std::atoi(argument.c_str() + colon + 1));
+      const uint64_t digest = life.live(std::atoi(arguments[1]));
       std::printf("model %zu %s %016llx\n", number, arguments[i], static_cast<unsigned long long>(digest));
       if (i > 2 && digest != first) die("another result", arguments[i]);
       first = digest;

@@ -41,7 +41,7 @@ class StepWriter {
                          int64_t(s.stop_ids.size()), int64_t(s.prompt.size()), int64_t(s.output.size())}) {
       opened_.push_back(word);
     }
-    for (const auto* list : {&s.bias_ids, &s.stop_ids, &s.prompt, &s.output}) opened_.insert(opened_.end(), list->begin(), list->end());
+    for (const auto* l : {&s.bias_ids, &s.stop_ids, &s.prompt, &s.output}) opened_.insert(opened_.end(), l->begin(), l->end());
     for (double number : {s.temperature, s.top_p, s.min_p, s.repetition, s.presence, s.frequency}) numbers_.push_back(number);
     numbers_.insert(numbers_.end(), s.bias.begin(), s.bias.end());
     ++opened_count_;
@@ -77,14 +77,16 @@ class StepWriter {
 
 struct Results {
   Results(int32_t rows, int32_t top)
-      : max_rows(rows), max_top(top), status(size_t(rows)), token(size_t(rows)), top_count(size_t(rows)), top_ids(size_t(rows) * size_t(top)),
-        logprob(size_t(rows)), top_logprobs(size_t(rows) * size_t(top)) {}
+      : max_rows(rows), max_top(top), status(size_t(rows)), token(size_t(rows)), top_count(size_t(rows)), logprob(size_t(rows)) {
+    top_ids.resize(size_t(rows) * size_t(top));
+    top_logprobs.resize(top_ids.size());
+  }
 
   int32_t run(cavectl_engine* engine, const StepWords& step) {
     error[0] = 0;
     return cavectl_step(engine, step.words.data(), int64_t(step.words.size()), step.numbers.data(), int64_t(step.numbers.size()),
-                        step.masks.data(), int64_t(step.masks.size()), max_rows, status.data(), token.data(), logprob.data(), max_top,
-                        top_count.data(), top_ids.data(), top_logprobs.data(), error);
+                        step.masks.data(), int64_t(step.masks.size()), max_rows, status.data(), token.data(), logprob.data(),
+                        max_top, top_count.data(), top_ids.data(), top_logprobs.data(), error);
   }
 
   int32_t max_rows, max_top;
