@@ -1,8 +1,8 @@
 """Every instruction set's kernels against the scalar ones, to the bit: native/compare_isas.cpp, built once for each and run.
 
-A machine needs not have what it checks: the ARM kernels are cross-compiled and run under an emulator, the whole library too; AVX2 and
-AVX-512 are compiled against SIMDe, which needs neither. What is missing is said in the skip. Objects are kept in the test cache, named
-by a hash of all that went into them.
+A machine needs not have what it checks: the ARM kernels, and the whole library, are cross-compiled and run under an emulator; AVX2
+and AVX-512 are compiled against SIMDe, which needs neither. What is missing is said in the skip. Objects are kept in the test
+cache, named by a hash of all that went into them.
 """
 
 from __future__ import annotations
