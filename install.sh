@@ -4,14 +4,17 @@
 #   ./install.sh                    install: environment, package, default model, launcher
 #   ./install.sh run "a question"   install what is missing, then: cavectl run "a question"
 #   ./install.sh --no-model         install without the default model
+#   ./install.sh --with-torch       bring torch and triton too, at once or to what is installed already
+#   ./install.sh --no-torch         leave them out, here and in later runs, even with an NVIDIA GPU
 #   ./install.sh --uninstall        remove what this script made, nothing else
 #
+# Without either, torch and triton come where there is an NVIDIA GPU, and come last: cavectl answers on the CPU without them.
 # No root. Made: $XDG_DATA_HOME/cavectl (~/.local/share/cavectl) and ~/.local/bin/cavectl. Messages go to stderr.
 { # one block: a download that is cut short runs nothing
 set -euo pipefail
 
 main() {
-  local source data venv bin receipt model=smollm2:135m want_model=1
+  local source data venv bin receipt model=smollm2:135m want_model=1 torch="" gpu=""
   source=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
   unset PYTHONPATH PYTHONHOME # what is installed must not depend on them
   data=${CAVECTL_DATA_DIR:-${XDG_DATA_HOME:-${HOME:?HOME is not set}/.local/share}/cavectl}
@@ -44,11 +47,44 @@ main() {
   }
 
   detect_gpu() {
-    local gpu=""
     if command -v nvidia-smi >/dev/null 2>&1; then
       gpu=$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null | head -n 1) || gpu=""
     fi
+  }
+
+  say_gpu() {
     if [ -n "$gpu" ]; then say "NVIDIA GPU: $gpu (driver left as it is)"; else say "NVIDIA GPU: none found, running on the CPU"; fi
+  }
+
+  # Whether torch and triton are to be there: the word given now, else the one given before ($venv/.torch), else as the GPU says.
+  decide_torch() {
+    local before
+    before=$(cat "$venv/.torch" 2>/dev/null) || before=""
+    [ "$torch" != no ] && [ "$before" != installed ] && detect_gpu
+    if [ -n "$torch" ]; then return; fi
+    case $before in
+      installed) torch=yes ;;
+      left-out) torch=no ;;
+      *) if [ -n "$gpu" ]; then torch=yes; fi ;;
+    esac
+  }
+
+  # What pyproject.toml asks for, a line each: `torch` gives torch and triton, `rest` all the others.
+  requirements() { # python, part
+    "$1" -I - "$source/pyproject.toml" "$2" <<'PY'
+import re, sys, tomllib
+with open(sys.argv[1], "rb") as file:
+    wanted = tomllib.load(file)["project"]["dependencies"]
+for line in wanted:
+    if (re.match(r"[\w.-]+", line)[0] in ("torch", "triton")) == (sys.argv[2] == "torch"):
+        print(line)
+PY
+  }
+
+  pip_install() { # python, arguments
+    local python=$1
+    shift
+    "$python" -I -m pip install --disable-pip-version-check --no-input -c "$source/constraints.txt" "$@" 1>&2
   }
 
   note() { grep -qxF -- "$1" "$receipt" 2>/dev/null || printf '%s\n' "$1" >>"$receipt"; }
@@ -71,8 +107,9 @@ main() {
     say "making the environment in $venv"
     rm -rf "$fresh"
     "$1" -m venv "$fresh" >&2 || fail "the virtual environment could not be made" "on Debian: apt-get install python3-venv"
-    say "installing cavectl and its libraries (some minutes the first time)"
-    "$fresh/bin/python" -m pip install --disable-pip-version-check --no-input -c "$source/constraints.txt" "$source" 1>&2 ||
+    say "installing cavectl and its libraries (a minute or two the first time)"
+    requirements "$fresh/bin/python" rest >"$fresh/requirements.txt"
+    pip_install "$fresh/bin/python" -r "$fresh/requirements.txt" && pip_install "$fresh/bin/python" --no-deps "$source" ||
       fail "the libraries could not be installed" "see the lines above; a second ./install.sh goes on from what was downloaded" 7
     stop_daemon
     rm -rf "$venv"
@@ -99,16 +136,52 @@ main() {
     if [ -x "$venv/bin/cavectl" ]; then "$venv/bin/cavectl" daemon stop >/dev/null 2>&1 || true; fi
   }
 
+  torch_is_due() { [ "$torch" = yes ] && [ "$(cat "$venv/.torch" 2>/dev/null)" != installed ]; }
+
+  install_torch() {
+    torch_is_due || return 0
+    say "installing torch and triton (gigabytes where there is a GPU)"
+    requirements "$venv/bin/python" torch >"$venv/requirements.txt"
+    pip_install "$venv/bin/python" -r "$venv/requirements.txt" ||
+      fail "torch could not be installed; what is installed works without it on the CPU" "see the lines above; then ./install.sh --with-torch" 7
+    echo installed >"$venv/.torch"
+  }
+
+  # Torch first where nothing else could run a model: the native backend is not there, for want of a C++ compiler.
+  check_native() {
+    local why
+    if [ "$(cat "$venv/.torch" 2>/dev/null)" = installed ]; then return; fi
+    if why=$("$venv/bin/python" -I - <<'PY'
+import sys
+from engine.kernels.cpu.lib import NativeUnavailable, load
+try:
+    load()
+except NativeUnavailable as error:
+    sys.exit(print(error.message) or 1)
+PY
+    ); then return; fi
+    if [ "$torch" = no ]; then
+      say "note: $why; torch was left out too, so no model can run (./install.sh --with-torch brings it)"
+    else
+      say "note: $why; torch is installed to run models in its place, slowly"
+      torch=yes
+      install_torch
+    fi
+  }
+
   install_all() {
     local python want
     python=$(find_python)
     want=$(fingerprint "$python")
+    decide_torch
     if [ "$(cat "$venv/.fingerprint" 2>/dev/null)" != "$want" ]; then
-      detect_gpu
+      say_gpu
       make_folder "$(dirname "$data")"
       (umask 077 && mkdir -p "$data")
       make_environment "$python" "$want"
     fi
+    if [ "$torch" = no ] && [ ! -e "$venv/.torch" ]; then echo left-out >"$venv/.torch"; fi
+    check_native
     make_launcher
     if [ "$want_model" = 1 ] && ! "$venv/bin/cavectl" show "$model" >/dev/null 2>&1; then
       say "fetching the default model, $model"
@@ -117,8 +190,22 @@ main() {
     fi
   }
 
+  # The answer comes first, torch after it; a person who stopped the answer wants no more.
+  answer() {
+    local code=0
+    if [ $# -gt 0 ]; then
+      torch_is_due || exec "$venv/bin/cavectl" "$@"
+      "$venv/bin/cavectl" "$@" || code=$?
+      case $code in 130 | 143) return "$code" ;; esac
+    else
+      say "ready: cavectl run \"Why is the sky blue?\""
+    fi
+    install_torch
+    return "$code"
+  }
+
   uninstall() {
-    local kind what made
+    local kind what made built
     [ -e "$receipt" ] || [ -d "$venv" ] || { say "nothing to remove: cavectl is not installed in $data"; return; }
     [ ! -e "$receipt" ] || while read -r kind what; do
       [ "$kind" = model ] && [ -x "$venv/bin/cavectl" ] && "$venv/bin/cavectl" rm "$what" >/dev/null 2>&1 || true
@@ -126,6 +213,9 @@ main() {
     stop_daemon
     if [ -L "$bin/cavectl" ] && [ "$(readlink "$bin/cavectl")" = "$venv/bin/cavectl" ]; then rm -f "$bin/cavectl"; fi
     rm -rf "$venv" "$data/venv.new" "$data/logs" "$data/run" "$data/model-names" ${XDG_RUNTIME_DIR:+"$XDG_RUNTIME_DIR/cavectl"}
+    built=${XDG_CACHE_HOME:-$HOME/.cache}/cavectl # what was compiled on first use, where the package came without it
+    rm -rf "$built"/native-*
+    rmdir "$built" 2>/dev/null || true
     made=$(sed -n 's/^dir //p' "$receipt" 2>/dev/null | tac)
     rm -f "$receipt"
     find "$data" -mindepth 1 -type d -empty -delete 2>/dev/null || true
@@ -142,15 +232,20 @@ main() {
 
   [ "$(id -u)" != 0 ] || [ "${HOME}" != / ] || fail "HOME is /" "set HOME to your home folder"
   [ "$(uname -s)" = Linux ] || fail "this script is for Linux" "on Windows, use WSL"
-  case ${1:-} in
-    --uninstall) uninstall; return ;;
-    --no-model) want_model=0; shift ;;
-    -h | --help) sed -n '2,10s/^# \{0,1\}//p' "$source/install.sh"; return ;;
-    -*) fail "unknown option $1" "./install.sh --help" 2 ;;
-  esac
+  while [ $# -gt 0 ]; do
+    case $1 in
+      --uninstall) uninstall; return ;;
+      --no-model) want_model=0 ;;
+      --with-torch) torch=yes ;;
+      --no-torch) torch=no ;;
+      -h | --help) sed -n '2,13s/^# \{0,1\}//p' "$source/install.sh"; return ;;
+      -*) fail "unknown option $1" "./install.sh --help" 2 ;;
+      *) break ;;
+    esac
+    shift
+  done
   install_all
-  if [ $# -gt 0 ]; then exec "$venv/bin/cavectl" "$@"; fi
-  say "ready: cavectl run \"Why is the sky blue?\""
+  answer "$@"
 }
 
 main "$@"
