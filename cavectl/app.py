@@ -42,6 +42,7 @@ COMMANDS: Mapping[str, Entry] = MappingProxyType(
         "bench": Entry("cavectl.commands.bench:bench", "Measure how fast a model is here: tokens per second, engine only."),
         "ps": Entry("cavectl.commands.models:loaded", "List the models in memory."),
         "stop": Entry("cavectl.commands.models:stop", "Take a model out of memory."),
+        "doctor": Entry("cavectl.commands.doctor:doctor", "Say what this installation has, and what is missing."),
         "serve": Entry("cavectl.commands.daemon:serve", "Run the daemon here, until Ctrl-C."),
         "daemon start": Entry("cavectl.commands.daemon:start", "Start the daemon in the background."),
         "daemon stop": Entry("cavectl.commands.daemon:stop", "Stop the daemon, after the requests in flight."),

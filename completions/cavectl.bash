@@ -17,7 +17,7 @@ _cavectl() {
     daemon) if ((place + 1 < last)); then command="$command ${typed[place + 1]}"; fi ;;
   esac
   case $command in
-    "") words="run pull import list show verify pack rm bench ps stop serve daemon" flags="--url --version --help" ;;
+    "") words="run pull import list show verify pack rm bench ps stop doctor serve daemon" flags="--url --version --help" ;;
     daemon) words="start stop status logs" ;;
     "run")
       case $previous in
@@ -74,6 +74,9 @@ _cavectl() {
     "stop")
       kind=${kind:-models}
       flags="-h --help" ;;
+    "doctor")
+      kind=${kind:-nothing}
+      flags="--json -h --help" ;;
     "serve")
       case $previous in
         --host) kind=nothing ;;

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
+import platform
 import resource
 import signal
 import struct
@@ -19,6 +20,10 @@ import psutil
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 F_PREALLOCATE, F_ALLOCATEALL, F_PEOFPOSMODE = 42, 4, 3  # <sys/fcntl.h> of macOS
+ISA_FLAGS = (  # those that decide which kernels run, as Linux names them
+    *("avx", "avx2", "fma", "f16c", "bmi2", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx_vnni", "amx_int8"),
+    *("asimd", "asimdhp", "asimddp", "i8mm", "sve"),
+)
 SPINS = "2000"  # tens of microseconds of waiting before a thread sleeps
 
 
@@ -64,6 +69,18 @@ def physical_cores() -> int:
     cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
     allowed = len(os.sched_getaffinity(0)) if sys.platform == "linux" else cores
     return max(1, min(cores, allowed))
+
+
+def cpu_model() -> tuple[str, tuple[str, ...]]:
+    """What the processor calls itself, and which of ISA_FLAGS it has; "" and () where the system does not say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.processor(), ()
+    facts = dict(line.split(":", 1) for line in reversed(lines) if ":" in line)
+    named = {name.strip().lower(): value.strip() for name, value in facts.items()}
+    has = set((named.get("flags") or named.get("features") or "").split())
+    return named.get("model name", platform.machine()), tuple(flag for flag in ISA_FLAGS if flag in has)
 
 
 def available_memory_bytes() -> int:

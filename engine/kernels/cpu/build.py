@@ -114,16 +114,18 @@ def compile_library(target: Path, *, sanitize: bool = False, extra_flags: Sequen
     return target
 
 
-def cached_library(cache: Path, *, sanitize: bool = False, extra_flags: Sequence[str] = ()) -> Path:
-    """The library of the sources as they are now, built in `cache` if it is not there yet. Raises BuildError.
-
-    Builds that nobody has used for a week are removed.
-    """
+def cached_path(cache: Path, *, sanitize: bool = False, extra_flags: Sequence[str] = ()) -> Path:
+    """Where the library of the sources as they are now is in `cache`, or will be. Raises BuildError."""
     command = compiler()
     if command is None:
         raise BuildError("there is no C++ compiler (c++, g++ or clang++)")
     key = fingerprint(command, (*FLAGS, *(SANITIZERS if sanitize else ()), *extra_flags))
-    library = cache / f"native-{key}" / NAME
+    return cache / f"native-{key}" / NAME
+
+
+def cached_library(cache: Path, *, sanitize: bool = False, extra_flags: Sequence[str] = ()) -> Path:
+    """The library of the sources as they are now, built in `cache` if it is not there yet. Raises BuildError."""
+    library = cached_path(cache, sanitize=sanitize, extra_flags=extra_flags)
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
         with _locked(library.parent / "lock"):
