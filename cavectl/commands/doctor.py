@@ -28,9 +28,10 @@ _GPU_LIMIT_S = 10.0
 
 
 def doctor(context: typer.Context, *, json: Json = False) -> ExitCode:
-    """Say what this installation has: processor, native backend, torch, GPUs, daemon, folders.
+    """Say what this installation has, and what is missing.
 
-    The exit code is 0 when models can run: 8 when no backend is there, 1 for anything else under PROBLEMS.
+    Processor, native backend, torch, GPUs, daemon, folders; nothing is changed. The exit code is 0 when models can run, 8 when no
+    backend is there, 1 for anything else under PROBLEMS.
     """
     environment: Environment = context.obj
     if environment.url:
