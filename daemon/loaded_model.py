@@ -33,12 +33,15 @@ class LoadedModel:
     `active` counts those who use or await it. `retired`: new requests go elsewhere, and it stops with its last user.
     """
 
-    def __init__(self, record: ModelRecord, context_tokens: int, keep_alive_s: float, *, restart: bool = False) -> None:
+    def __init__(
+        self, record: ModelRecord, context_tokens: int, keep_alive_s: float, *, backend: str, restart: bool = False
+    ) -> None:
         self.record = record
+        self.backend = backend  # as configured
         self.restart = restart  # it takes the place of one whose worker died
         self.context_tokens = context_tokens
         self.keep_alive_s = keep_alive_s
-        self.needed_bytes = resident_bytes(record.info, context_tokens)
+        self.needed_bytes = resident_bytes(record.info, context_tokens, backend)
         self.state: State = "loading"
         self.progress = LoadProgress("waiting", 0.0)
         self.active = 0
@@ -110,7 +113,7 @@ class LoadedModel:
                 raise CavectlError.from_info(grown.error)
             if not grown.reload:
                 self.context_tokens = context_tokens
-                self.needed_bytes = resident_bytes(self.record.info, context_tokens)
+                self.needed_bytes = resident_bytes(self.record.info, context_tokens, self.backend)
             return not grown.reload
 
     @property

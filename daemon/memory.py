@@ -16,19 +16,22 @@ import psutil
 from engine.types import ModelInfo
 
 PROCESS_BYTES = 256 << 20  # an engine process before it has a model
-WEIGHT_BYTES = KV_BYTES = 4  # the reference backend computes in float32
+REFERENCE_WEIGHT_BYTES = REFERENCE_KV_BYTES = 4  # it computes in float32
+NATIVE_KV_BYTES = 2  # float16, its default; its packed weights keep about the precision of their file
 
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def resident_bytes(info: ModelInfo, context_tokens: int) -> int:
-    """What a worker with this model and one full context is expected to hold."""
+def resident_bytes(info: ModelInfo, context_tokens: int, backend: str) -> int:
+    """What a worker with this model and one full context is expected to hold. `backend` is the setting: auto counts as cpu."""
+    native = backend in ("auto", "cpu")
     config = info.config
     heads = int(config.get("num_attention_heads") or 1)
     kv_heads = int(config.get("num_key_value_heads") or heads)
     head_dim = int(config.get("head_dim") or info.embedding_length // heads)
-    kv = 2 * info.layers * kv_heads * head_dim * context_tokens * KV_BYTES
-    return PROCESS_BYTES + info.parameters * WEIGHT_BYTES + kv
+    kv_values = 2 * info.layers * kv_heads * head_dim * context_tokens
+    weights = info.weight_bytes if native else info.parameters * REFERENCE_WEIGHT_BYTES
+    return PROCESS_BYTES + weights + kv_values * (NATIVE_KV_BYTES if native else REFERENCE_KV_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

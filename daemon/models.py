@@ -133,11 +133,12 @@ class ModelManager:
 
     def _begin(self, record: ModelRecord, wanted: int, before: LoadedModel | None) -> LoadedModel:
         """Start to load into a new slot. It inherits from `before`, the slot that it replaces, and waits until that one is gone."""
+        backend = self._settings.backend
         if before is None:
-            model = LoadedModel(record, wanted, self._default_keep_alive_s)
+            model = LoadedModel(record, wanted, self._default_keep_alive_s, backend=backend)
         else:
             restart = before.died or before.restart
-            model = LoadedModel(record, max(wanted, before.context_tokens), before.keep_alive_s, restart=restart)
+            model = LoadedModel(record, max(wanted, before.context_tokens), before.keep_alive_s, backend=backend, restart=restart)
         self.totals.restarts += model.restart
         self._table[record.digest] = model
         predecessors = [other for other in self._leaving if other.record.digest == record.digest]

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from daemon.memory import PROCESS_BYTES, Holder, available_bytes
+from daemon.memory import PROCESS_BYTES, Holder, available_bytes, resident_bytes
+from engine.types import ModelInfo
 from tests.daemon.real_worker import real_daemon, send
 from tests.daemon.scripted import MODEL, ndjson
 from tests.fixtures.tiny_rand import tiny_rand
@@ -34,6 +35,29 @@ def test_a_promise_counts_until_it_is_taken() -> None:
 def test_what_is_promised_is_not_free() -> None:
     far_more = 1 << 50
     assert available_bytes([Holder(os.getpid(), far_more)]) < 0 < available_bytes()
+
+
+@pytest.mark.parametrize(
+    ("backend", "weights", "value_bytes"),
+    [("auto", 98_000_000, 2), ("cpu", 98_000_000, 2), ("reference", 134_000_000 * 4, 4), ("cuda", 134_000_000 * 4, 4)],
+)
+def test_the_estimate_is_that_of_the_backend(backend: str, weights: int, value_bytes: int) -> None:
+    """30 layers of 3 key-value heads of 64, keys and values, for 1000 tokens."""
+    info = ModelInfo(
+        format="gguf",
+        architecture="llama",
+        name="",
+        parameters=134_000_000,
+        weight_bytes=98_000_000,
+        quantization="Q4_1",
+        context_tokens=2048,
+        embedding_length=576,
+        layers=30,
+        vocab_size=49152,
+        config={"num_attention_heads": 9, "num_key_value_heads": 3},
+        metadata={},
+    )
+    assert resident_bytes(info, 1000, backend) == PROCESS_BYTES + weights + 30 * 3 * 64 * 2 * 1000 * value_bytes
 
 
 @pytest.fixture
