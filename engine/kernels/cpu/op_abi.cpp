@@ -50,6 +50,8 @@ class Inputs {
     float* scales = scales_.data();
     view_ = {columns, padded(columns), blocks, floats_.data(), q_.data(), scales, scales + all, scales + 2 * all, sums_.data(),
              sums_.data() + all};
+    loose_.resize(2 * loose_room(columns));
+    view_.loose = loose_.data();
     for (size_t t = 0; integers && t < tokens; ++t) kernels.quantise(view_, t);
   }
   const Activations& view() const { return view_; }
@@ -57,6 +59,7 @@ class Inputs {
  private:
   std::vector<float> floats_, scales_;
   std::vector<int8_t> q_;
+  std::vector<uint8_t> loose_;
   std::vector<int32_t> sums_;
   Activations view_;
 };
