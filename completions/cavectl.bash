@@ -83,10 +83,11 @@ _cavectl() {
         --port) kind=nothing ;;
         --socket) kind=files ;;
         --kv-memory) kind=nothing ;;
+        --kv-dtype) kind=nothing ;;
         --threads) kind=nothing ;;
       esac
       kind=${kind:-nothing}
-      flags="--host --port --socket --kv-memory --threads -h --help" ;;
+      flags="--host --port --socket --kv-memory --kv-dtype --threads -h --help" ;;
     "daemon start")
       kind=${kind:-nothing}
       flags="-h --help" ;;

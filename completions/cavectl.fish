@@ -73,6 +73,7 @@ complete -c cavectl -n '__fish_seen_subcommand_from serve' -l host -x -d 'Addres
 complete -c cavectl -n '__fish_seen_subcommand_from serve' -l port -x -d 'TCP port; 0: any free one; off: none.'
 complete -c cavectl -n '__fish_seen_subcommand_from serve' -l socket -r -F -d 'Path of the Unix socket.'
 complete -c cavectl -n '__fish_seen_subcommand_from serve' -l kv-memory -x -d 'Memory for each model\'s cache: 2GiB, 500MB, bytes.'
+complete -c cavectl -n '__fish_seen_subcommand_from serve' -l kv-dtype -x -d 'What the cache is kept in: auto, float32, float16, int8.'
 complete -c cavectl -n '__fish_seen_subcommand_from serve' -l threads -x -d 'Threads that compute; 0: one for each physical core.'
 complete -c cavectl -n '__fish_seen_subcommand_from serve' -s h -l help -d 'Show help.'
 complete -c cavectl -n '__fish_seen_subcommand_from daemon; and __fish_seen_subcommand_from start' -s h -l help -d 'Show help.'

@@ -108,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--port", help="TCP port; 0: any free one; off: none (default 11435)")
     parser.add_argument("--data-dir", help="where models and logs are kept")
     parser.add_argument("--kv-memory", dest="kv_memory_bytes", metavar="SIZE", help="memory for each model's cache, e.g. 2GiB")
+    parser.add_argument("--kv-dtype", metavar="TYPE", help="what the cache is kept in: auto (default), float32, float16, int8")
     parser.add_argument("--threads", metavar="N", help="threads that compute; 0: one for each physical core (default)")
     parser.add_argument("--log-file", help="write the log there instead of stderr")
     parser.add_argument("--log-level", help="debug, info, warning or error")

@@ -24,6 +24,7 @@ NO_PORT = -1
 DEFAULT_HUB = "https://huggingface.co"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 BACKENDS = ("auto", "reference", "cpu", "cuda")
+KV_DTYPES = ("auto", "float32", "float16", "int8")
 
 
 def _key(
@@ -51,6 +52,7 @@ class Settings:
     context_tokens: int = _key(0, low=0, high=2**24)  # 0: the model's own, at most 8192
     threads: int = _key(0, low=0, high=4096)  # 0: one per physical core
     backend: str = _key("auto", choices=BACKENDS)
+    kv_dtype: str = _key("auto", choices=KV_DTYPES)  # what keys and values are kept in; auto: the backend's own
     kv_memory_bytes: int = _key(0, low=0, high=2**50)  # 0: what the machine can spare
     max_queue: int = _key(128, low=1, high=1_000_000)
     max_connections: int = _key(1024, low=1, high=65536)

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
-from daemon.memory import Holder, resident_bytes
+from daemon.memory import Holder, Kept, resident_bytes
 from daemon.store import ModelRecord
 from daemon.text.chat_template import ChatTemplate
 from daemon.text.tokenizer import Tokenizer
@@ -33,15 +33,13 @@ class LoadedModel:
     `active` counts those who use or await it. `retired`: new requests go elsewhere, and it stops with its last user.
     """
 
-    def __init__(
-        self, record: ModelRecord, context_tokens: int, keep_alive_s: float, *, backend: str, restart: bool = False
-    ) -> None:
+    def __init__(self, record: ModelRecord, context_tokens: int, keep_alive_s: float, *, kept: Kept, restart: bool = False) -> None:
         self.record = record
-        self.backend = backend  # as configured
+        self.kept = kept
         self.restart = restart  # it takes the place of one whose worker died
         self.context_tokens = context_tokens
         self.keep_alive_s = keep_alive_s
-        self.needed_bytes = resident_bytes(record.info, context_tokens, backend)
+        self.needed_bytes = resident_bytes(record.info, context_tokens, kept)
         self.state: State = "loading"
         self.progress = LoadProgress("waiting", 0.0)
         self.active = 0
@@ -113,7 +111,7 @@ class LoadedModel:
                 raise CavectlError.from_info(grown.error)
             if not grown.reload:
                 self.context_tokens = context_tokens
-                self.needed_bytes = resident_bytes(self.record.info, context_tokens, self.backend)
+                self.needed_bytes = resident_bytes(self.record.info, context_tokens, self.kept)
             return not grown.reload
 
     @property

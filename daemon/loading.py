@@ -73,6 +73,7 @@ def _worker_config(model: LoadedModel, settings: Settings, memory_bytes: int) ->
         model_path=str(record.weights),
         format=record.info.format,
         backend=settings.backend,  # pyright: ignore[reportArgumentType]  # checked by daemon/config.py
+        kv_dtype=settings.kv_dtype,  # pyright: ignore[reportArgumentType]  # likewise
         context_tokens=model.context_tokens,
         kv_memory_bytes=settings.kv_memory_bytes or None,
         memory_bytes=memory_bytes,

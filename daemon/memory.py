@@ -16,22 +16,38 @@ import psutil
 from engine.types import ModelInfo
 
 PROCESS_BYTES = 256 << 20  # an engine process before it has a model
-REFERENCE_WEIGHT_BYTES = REFERENCE_KV_BYTES = 4  # it computes in float32
-NATIVE_KV_BYTES = 2  # float16, its default; its packed weights keep about the precision of their file
+REFERENCE_WEIGHT_BYTES = 4  # it computes in float32; the native backend's packed weights keep about the precision of their file
+KV_BYTES = {"float32": 4, "float16": 2, "int8": 1}
 
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def resident_bytes(info: ModelInfo, context_tokens: int, backend: str) -> int:
-    """What a worker with this model and one full context is expected to hold. `backend` is the setting: auto counts as cpu."""
-    native = backend in ("auto", "cpu")
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a worker keeps weights and cache in, by the settings of these names: the backend auto counts as cpu."""
+
+    backend: str
+    kv_dtype: str
+
+    @property
+    def native(self) -> bool:
+        return self.backend in ("auto", "cpu")
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of a number in the cache."""
+        return KV_BYTES.get(self.kv_dtype, KV_BYTES["float16" if self.native else "float32"])
+
+
+def resident_bytes(info: ModelInfo, context_tokens: int, kept: Kept) -> int:
+    """What a worker with this model and one full context is expected to hold."""
     config = info.config
     heads = int(config.get("num_attention_heads") or 1)
     kv_heads = int(config.get("num_key_value_heads") or heads)
     head_dim = int(config.get("head_dim") or info.embedding_length // heads)
     kv_values = 2 * info.layers * kv_heads * head_dim * context_tokens
-    weights = info.weight_bytes if native else info.parameters * REFERENCE_WEIGHT_BYTES
-    return PROCESS_BYTES + weights + kv_values * (NATIVE_KV_BYTES if native else REFERENCE_KV_BYTES)
+    weights = info.weight_bytes if kept.native else info.parameters * REFERENCE_WEIGHT_BYTES
+    return PROCESS_BYTES + weights + kv_values * kept.kv_bytes
 
 
 @dataclass(frozen=True, slots=True)

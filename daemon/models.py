@@ -20,7 +20,7 @@ from daemon.config import Settings
 from daemon.deaths import Deaths
 from daemon.loaded_model import LoadedModel
 from daemon.loading import TextLoader, context_tokens, start
-from daemon.memory import PROCESS_BYTES, Holder, available_bytes
+from daemon.memory import PROCESS_BYTES, Holder, Kept, available_bytes
 from daemon.metrics import EngineTotals
 from daemon.output_stream import WorkerLost
 from daemon.store import ModelRecord
@@ -133,12 +133,12 @@ class ModelManager:
 
     def _begin(self, record: ModelRecord, wanted: int, before: LoadedModel | None) -> LoadedModel:
         """Start to load into a new slot. It inherits from `before`, the slot that it replaces, and waits until that one is gone."""
-        backend = self._settings.backend
+        kept = Kept(self._settings.backend, self._settings.kv_dtype)
         if before is None:
-            model = LoadedModel(record, wanted, self._default_keep_alive_s, backend=backend)
+            model = LoadedModel(record, wanted, self._default_keep_alive_s, kept=kept)
         else:
             restart = before.died or before.restart
-            model = LoadedModel(record, max(wanted, before.context_tokens), before.keep_alive_s, backend=backend, restart=restart)
+            model = LoadedModel(record, max(wanted, before.context_tokens), before.keep_alive_s, kept=kept, restart=restart)
         self.totals.restarts += model.restart
         self._table[record.digest] = model
         predecessors = [other for other in self._leaving if other.record.digest == record.digest]

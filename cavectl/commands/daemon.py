@@ -27,12 +27,14 @@ def serve(
     port: Annotated[str, typer.Option(metavar="PORT", help="TCP port; 0: any free one; off: none.")] = "",
     socket: Annotated[str, typer.Option(metavar="PATH", help="Path of the Unix socket.")] = "",
     kv_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory for each model's cache: 2GiB, 500MB, bytes.")] = "",
+    kv_dtype: Annotated[str, typer.Option(metavar="TYPE", help="What the cache is kept in: auto, float32, float16, int8.")] = "",
     threads: Annotated[str, typer.Option(metavar="N", help="Threads that compute; 0: one for each physical core.")] = "",
 ) -> None:
     """Run the daemon here, until Ctrl-C."""
     flags: list[str] = []
     path = str(Path(socket).absolute()) if socket else ""
-    given = {"--host": host, "--port": port, "--socket": path, "--kv-memory": kv_memory, "--threads": threads}
+    given = {"--host": host, "--port": port, "--socket": path, "--kv-memory": kv_memory, "--kv-dtype": kv_dtype}
+    given |= {"--threads": threads}
     for name, value in given.items():
         if value:
             flags += [name, value]

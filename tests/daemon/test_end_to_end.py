@@ -30,7 +30,7 @@ TINY = tiny_rand(context_tokens=256)
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripted]:
     folder = TINY.save(tmp_path_factory.mktemp("tiny"))
     write_tiny_tok(folder)
-    with real_daemon(folder, MODEL) as daemon:
+    with real_daemon(folder, MODEL, kv_dtype="float32") as daemon:  # the oracle rounds nothing
         yield daemon
 
 
@@ -124,13 +124,13 @@ def real(real_model_path: Path) -> Iterator[Scripted]:
         yield daemon
 
 
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION = [{"role": "user", "content": "What is the capital of Germany?"}]
 
 
 def test_the_real_model_answers_in_both_dialects_streamed_and_not(real: Scripted) -> None:
     body = {"model": REAL, "messages": QUESTION, "temperature": 0, "max_tokens": 16}
     whole = send(real, "/v1/chat/completions", body).json["choices"][0]["message"]["content"]
-    assert "Paris" in whole
+    assert "Berlin" in whole
     streamed = sse(send(real, "/v1/chat/completions", body | {"stream": True}).body)
     assert "".join(event["choices"][0]["delta"].get("content", "") for event in streamed[:-1]) == whole
     native = {"model": REAL, "messages": QUESTION, "options": {"temperature": 0, "num_predict": 16}}
@@ -155,7 +155,7 @@ def test_the_real_worker_is_killed_and_the_next_request_works(real: Scripted) ->
 
 def test_special_tokens_of_a_user_stay_text(real: Scripted) -> None:
     plain = send(real, "/v1/chat/completions", {"model": REAL, "messages": QUESTION, "max_tokens": 1}).json["usage"]
-    typed = [{"role": "user", "content": "What is the capital of France?<|im_end|>"}]
+    typed = [{"role": "user", "content": "What is the capital of Germany?<|im_end|>"}]
     usage = send(real, "/v1/chat/completions", {"model": REAL, "messages": typed, "max_tokens": 1}).json["usage"]
     assert usage["prompt_tokens"] - plain["prompt_tokens"] > 3
 

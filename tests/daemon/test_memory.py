@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from daemon.memory import PROCESS_BYTES, Holder, available_bytes, resident_bytes
+from daemon.memory import PROCESS_BYTES, Holder, Kept, available_bytes, resident_bytes
 from engine.types import ModelInfo
 from tests.daemon.real_worker import real_daemon, send
 from tests.daemon.scripted import MODEL, ndjson
@@ -38,10 +38,18 @@ def test_what_is_promised_is_not_free() -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "weights", "value_bytes"),
-    [("auto", 98_000_000, 2), ("cpu", 98_000_000, 2), ("reference", 134_000_000 * 4, 4), ("cuda", 134_000_000 * 4, 4)],
+    ("kept", "weights", "value_bytes"),
+    [
+        (Kept("auto", "auto"), 98_000_000, 2),
+        (Kept("cpu", "auto"), 98_000_000, 2),
+        (Kept("reference", "auto"), 134_000_000 * 4, 4),
+        (Kept("cuda", "auto"), 134_000_000 * 4, 4),
+        (Kept("auto", "int8"), 98_000_000, 1),
+        (Kept("cpu", "float32"), 98_000_000, 4),
+        (Kept("reference", "float16"), 134_000_000 * 4, 2),
+    ],
 )
-def test_the_estimate_is_that_of_the_backend(backend: str, weights: int, value_bytes: int) -> None:
+def test_the_estimate_is_that_of_the_backend(kept: Kept, weights: int, value_bytes: int) -> None:
     """30 layers of 3 key-value heads of 64, keys and values, for 1000 tokens."""
     info = ModelInfo(
         format="gguf",
@@ -57,7 +65,7 @@ def test_the_estimate_is_that_of_the_backend(backend: str, weights: int, value_b
         config={"num_attention_heads": 9, "num_key_value_heads": 3},
         metadata={},
     )
-    assert resident_bytes(info, 1000, backend) == PROCESS_BYTES + weights + 30 * 3 * 64 * 2 * 1000 * value_bytes
+    assert resident_bytes(info, 1000, kept) == PROCESS_BYTES + weights + 30 * 3 * 64 * 2 * 1000 * value_bytes
 
 
 @pytest.fixture

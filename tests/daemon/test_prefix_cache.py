@@ -131,7 +131,8 @@ def test_b44_only_the_same_salt_hits_and_sampling_does_not_split(tiny: Scripted,
 def test_a_pinned_prompt_outlives_what_evicts_others(folder: Path, fresh: Iterator[str]) -> None:
     """A pool of 24 pages. Two prompts of 4 whole pages, one of them pinned; then others that need all the rest."""
     page_bytes = 16 * 2 * TINY.config["num_hidden_layers"] * TINY.config["num_key_value_heads"] * 16 * 4
-    with real_daemon(folder, MODEL, context_tokens="256", kv_memory_bytes=str(24 * page_bytes)) as daemon:
+    memory = {"kv_dtype": "float32", "kv_memory_bytes": str(24 * page_bytes)}
+    with real_daemon(folder, MODEL, context_tokens="256", **memory) as daemon:
         pinned, plain = (spelled(*next(fresh))[:65] for _ in range(2))
         complete(daemon, pinned, pin_prompt=True)
         complete(daemon, plain)
