@@ -181,11 +181,11 @@ def test_a_cache_that_cannot_fit_is_refused_with_numbers(worker: WorkerProcess, 
 
 
 def test_the_real_model_answers(worker: WorkerProcess, real_model_path: Path) -> None:
-    """Greedy, beside a copy of itself. The prompt is SmolLM2's chat template around "What is the capital of France?"."""
+    """Greedy, beside a copy of itself. The prompt is SmolLM2's chat template around "What is the capital of Germany?"."""
     question = [1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411, 407, 19712, 8182, 2, 198]
-    question += [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198]
+    question += [1, 4093, 198, 1780, 314, 260, 3575, 282, 4521, 47, 2, 198, 1, 520, 9531, 198]
     info = worker.load(WorkerConfig(model_path=str(real_model_path), format="gguf", context_tokens=256))
-    assert info.vocab_size == 49152 and info.weight_bytes > 500e6
+    assert info.vocab_size == 49152 and 90e6 < info.weight_bytes < 100e6, "packed in 4 bits, as the file is"
     requests = [EngineRequest(id=i, prompt=question, max_tokens=40, sampling=GREEDY, stop_ids=[2], logprobs=0) for i in range(2)]
     worker.run(*requests)
     vocabulary = open_source(str(real_model_path), "gguf").info.vocabulary
@@ -193,5 +193,5 @@ def test_the_real_model_answers(worker: WorkerProcess, real_model_path: Path) ->
     assert worker.tokens[0, 0] == worker.tokens[1, 0]
     assert worker.ends[0, 0].finish == "stop" and worker.ends[0, 0].stop_id == 2
     text = "".join(vocabulary.tokens[token] for token in worker.tokens[0, 0][:-1]).replace("Ġ", " ")
-    assert "The capital of France is Paris" in text
+    assert "The capital of Germany is Berlin" in text
     assert "<|" not in text
