@@ -29,6 +29,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     least: float | None = None
     most: float | None = None
     of: Literal["ratio", "ours"] = "ratio"
+    decimals: int | None = None  # that the table shows; None: by the size of the figure
     why: str = ""  # it was not measured
 
     @property
@@ -82,13 +83,24 @@ def table(rows: Sequence[Row], notes: Sequence[str]) -> Table:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    return (row.work, _figure(row.ours), _figure(row.theirs), row.unit, _figure(row.ratio), _target(row), row.verdict)
+    ours, theirs, ratio = (_figure(values, row.decimals) for values in (row.ours, row.theirs, row.ratio))
+    return (row.work, ours, theirs, row.unit, ratio, _target(row), row.verdict)
 
 
-def _figure(values: Spread | None) -> str:
+def _figure(values: Spread | None, decimals: int | None) -> str:
     if values is None:
         return "-"
-    digits = 0 if values.median >= 1000 else 1 if values.median >= 20 else 2 if values.median >= 0.1 else 5
+    digits = (
+        decimals
+        if decimals is not None
+        else 0
+        if values.median >= 1000
+        else 1
+        if values.median >= 20
+        else 2
+        if values.median >= 0.1
+        else 5
+    )
     if values.count == 1:
         return f"{values.median:.{digits}f}"
     return f"{values.median:.{digits}f} ({values.least:.{digits}f}..{values.most:.{digits}f})"

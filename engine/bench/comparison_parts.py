@@ -262,9 +262,10 @@ def perplexity(plan: Plan) -> Found:
     except NotMeasured as error:
         return [Row(work=work, unit="", why=str(error)) for work in works], {}
     ours, theirs, exact = (spread([value]) for value in (mine["perplexity"], other["perplexity"], mine["reference"]))
+    shown: dict[str, Any] = {"unit": "", "ours": ours, "decimals": 4}
     rows = [
-        Row(work=works[0], unit="", ours=ours, theirs=exact, ratio=_of(ours, exact), most=comparison.PERPLEXITY_MOST_OF_REFERENCE),
-        Row(work=works[1], unit="", ours=ours, theirs=theirs, ratio=_of(ours, theirs), most=comparison.PERPLEXITY_MOST_OF_THEIRS),
+        Row(work=works[0], **shown, theirs=exact, ratio=_of(ours, exact), most=comparison.PERPLEXITY_MOST_OF_REFERENCE),
+        Row(work=works[1], **shown, theirs=theirs, ratio=_of(ours, theirs), most=comparison.PERPLEXITY_MOST_OF_THEIRS),
         Row(work=works[2], unit="nats", ours=spread([mine["divergence"]]), of="ours", most=comparison.DIVERGENCE_MOST),
     ]
     return rows, {"ours": mine, "llama.cpp": other}

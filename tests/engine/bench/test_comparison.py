@@ -48,6 +48,14 @@ def test_a_bound_may_be_on_our_figure_alone() -> None:
     assert row.verdict == "met" and "<= 1" in comparison.table([row], ()).text()
 
 
+def test_a_row_may_ask_for_more_decimals() -> None:
+    """Perplexities differ in the third."""
+    row = Row(work="w", ours=spread([22.28347]), ratio=spread([1.00083]))
+    assert "22.3 " in comparison.table([row], ()).text()
+    exact = comparison.table([Row(work="w", ours=row.ours, ratio=row.ratio, decimals=4)], ()).text()
+    assert "22.2835" in exact and "1.0008" in exact
+
+
 def test_a_ratio_is_taken_within_its_round() -> None:
     assert comparison.ratios([10, 40], [5, 8]) == [2, 5]
     assert comparison.ratios([10, 40], [5]) == [2]
