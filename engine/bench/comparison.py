@@ -90,17 +90,9 @@ def _cells(row: Row) -> tuple[str, ...]:
 def _figure(values: Spread | None, decimals: int | None) -> str:
     if values is None:
         return "-"
-    digits = (
-        decimals
-        if decimals is not None
-        else 0
-        if values.median >= 1000
-        else 1
-        if values.median >= 20
-        else 2
-        if values.median >= 0.1
-        else 5
-    )
+    digits = decimals
+    if digits is None:
+        digits = 0 if values.median >= 1000 else 1 if values.median >= 20 else 2 if values.median >= 0.1 else 5
     if values.count == 1:
         return f"{values.median:.{digits}f}"
     return f"{values.median:.{digits}f} ({values.least:.{digits}f}..{values.most:.{digits}f})"
