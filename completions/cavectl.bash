@@ -64,10 +64,11 @@ _cavectl() {
         --reps) kind=nothing ;;
         --threads) kind=nothing ;;
         --kv-dtype) kind=value words="auto float16 float32 int8" ;;
+        --isa) kind=nothing ;;
         --backend) kind=value words="auto reference cpu cuda" ;;
       esac
       kind=${kind:-models}
-      flags="--tests --reps --threads --kv-dtype --backend --json -h --help" ;;
+      flags="--tests --reps --threads --kv-dtype --isa --backend --json -h --help" ;;
     "ps")
       kind=${kind:-nothing}
       flags="--json -h --help" ;;

@@ -60,6 +60,7 @@ complete -c cavectl -n '__fish_seen_subcommand_from bench' -l tests -x -d 'ppN: 
 complete -c cavectl -n '__fish_seen_subcommand_from bench' -l reps -x -d 'How often each test runs; they take turns.'
 complete -c cavectl -n '__fish_seen_subcommand_from bench' -l threads -x -d '0: one for each core.'
 complete -c cavectl -n '__fish_seen_subcommand_from bench' -l kv-dtype -x -a 'auto float16 float32 int8' -d 'What keys and values are kept in; auto: the backend\'s own.'
+complete -c cavectl -n '__fish_seen_subcommand_from bench' -l isa -x -d 'Instruction set: avx2, avx512, neon or scalar; else the best.'
 complete -c cavectl -n '__fish_seen_subcommand_from bench' -l backend -x -a 'auto reference cpu cuda' -d 'What computes; auto: the fastest one that can.'
 complete -c cavectl -n '__fish_seen_subcommand_from bench' -l json -d 'Print one JSON document.'
 complete -c cavectl -n '__fish_seen_subcommand_from bench' -s h -l help -d 'Show help.'

@@ -181,6 +181,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     kv_memory_bytes: int | None = None  # None: sized from measured free memory
     memory_bytes: int | None = None  # for weights, cache and work together at most; None: what is free
     threads: int | None = None  # None: physical cores
+    isa: str = ""  # instruction set of the native backend; "": the best that this machine has
     max_step_tokens: int = 512
     max_sequences: int = 64
     target_step_ms: float = 50.0  # time between two tokens of a stream that prompt chunks are cut for
@@ -211,6 +212,7 @@ class LoadedInfo(msgspec.Struct, frozen=True, kw_only=True):
     pages_total: int
     page_tokens: int
     threads: int
+    isa: str = ""  # instruction set of the native backend's kernels
     load_ms: float
     degraded: list[str] = []  # one line each: what runs slower or differently than asked, and why
 

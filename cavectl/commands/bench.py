@@ -34,6 +34,7 @@ def bench(
     reps: Annotated[int, typer.Option(min=1, metavar="N", help="How often each test runs; they take turns.")] = 5,
     threads: Annotated[int, typer.Option(min=0, metavar="COUNT", help="0: one for each core.")] = 0,
     kv_dtype: Annotated[KvDtype, typer.Option(help="What keys and values are kept in; auto: the backend's own.")] = "auto",
+    isa: Annotated[str, typer.Option(metavar="NAME", help="Instruction set: avx2, avx512, neon or scalar; else the best.")] = "",
     backend: Annotated[Backend, typer.Option(help="What computes; auto: the fastest one that can.")] = "auto",
     json: Json = False,
 ) -> None:
@@ -47,6 +48,7 @@ def bench(
     command = ["--tests", tests, "--reps", str(reps), "--backend", backend]
     command += ["--kv-dtype", kv_dtype] if kv_dtype != "auto" else []
     command += ["--threads", str(threads)] if threads else []
+    command += ["--isa", isa] if isa else []
     document, line = _measure([*_weights(environment, model), *command])
     if json:
         for row in _lines(document):
@@ -107,9 +109,10 @@ def _lines(document: Mapping[str, Any]) -> Iterator[str]:
 
 def _remarks(document: Mapping[str, Any]) -> Iterator[str]:
     model, bandwidth = document["conditions"]["model"], document["floor"]["bandwidth"]
+    isa = f" ({model['isa']})" if model["isa"] else ""
     yield ""
     yield (
-        f"{model['file']}: {model['quantization']}, {model['backend']} backend, cache {model['kv_dtype']}, "
+        f"{model['file']}: {model['quantization']}, {model['backend']} backend{isa}, cache {model['kv_dtype']}, "
         f"{model['threads']} threads, {document['resident_bytes'] / 1e6:.0f} MB resident"
     )
     if bandwidth is None:

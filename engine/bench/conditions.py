@@ -16,21 +16,6 @@ import psutil
 from engine import platform
 from engine.bench.subject import Loaded
 
-ISA_FLAGS = (
-    "avx2",
-    "fma",
-    "f16c",
-    "avx_vnni",
-    "avx512f",
-    "avx512_vnni",
-    "avx512_bf16",
-    "amx_int8",
-    "amx_bf16",
-    "asimddp",
-    "i8mm",
-    "bf16",
-)
-
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
     cpu: str
@@ -63,6 +48,7 @@ class ModelUsed(msgspec.Struct, frozen=True, kw_only=True):
     pages: list[int]  # per cache group
     kv_bytes: int
     threads: int
+    isa: str  # instruction set of the native backend's kernels; "" on others
     load_ms: float
     degraded: list[str]
 
@@ -81,11 +67,12 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def machine() -> Machine:
+    cpu, flags = platform.cpu_model()
     return Machine(
-        cpu=_cpu_model(),
+        cpu=cpu,
         physical_cores=platform.physical_cores(),
         logical_cores=os.cpu_count() or 0,
-        isa_flags=[flag for flag in ISA_FLAGS if flag in _cpu_flags()],
+        isa_flags=list(flags),
         memory_bytes=psutil.virtual_memory().total,
         system=f"{python_platform.system()} {python_platform.release()} {python_platform.machine()}",
     )
@@ -121,6 +108,7 @@ def model_used(path: str, loaded: Loaded) -> ModelUsed:
         pages=list(loaded.subject.pages),
         kv_bytes=info.kv_bytes,
         threads=info.threads,
+        isa=info.isa,
         load_ms=info.load_ms,
         degraded=info.degraded,
     )
@@ -135,23 +123,6 @@ def _bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-def _cpu_model() -> str:
-    return _cpuinfo("model name") or python_platform.processor() or python_platform.machine()
-
-
-def _cpu_flags() -> list[str]:
-    return (_cpuinfo("flags") or _cpuinfo("Features")).split()
-
-
-def _cpuinfo(key: str) -> str:
-    """The first value of `key` in Linux's list of processors; "" where there is none."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return ""
-    return next((line.split(":", 1)[1].strip() for line in lines if line.split(":")[0].strip() == key), "")
-
-
 def summary(under: Conditions) -> str:
     """The conditions in a few lines, to stand below the tables."""
     machine, software, model = under.machine, under.software, under.model
@@ -162,9 +133,10 @@ def summary(under: Conditions) -> str:
         + (f", torch {software.torch} ({software.torch_cpu_capability})" if software.torch else ""),
     ]
     if model:
+        isa = f"{model.isa}, " if model.isa else ""
         lines.append(
             f"model: {model.file}, {model.file_bytes} bytes, {model.quantization}; {model.backend} backend, {model.dtype}, "
-            f"cache {model.kv_dtype}, {sum(model.pages)} pages, context {model.context_tokens}, {model.threads} threads"
+            f"{isa}cache {model.kv_dtype}, {sum(model.pages)} pages, context {model.context_tokens}, {model.threads} threads"
         )
     lines.append(
         f"run: {under.started}, rounds: {under.repeats}, seed {under.seed}, steps of up to {under.max_step_tokens} tokens, "

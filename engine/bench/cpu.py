@@ -92,7 +92,7 @@ def _plan(options: argparse.Namespace) -> Plan:
         return Theirs(options.against_llamacpp, model, threads, script, not options.no_extra_buffers)
 
     return Plan(
-        ours=Ours(options.model, threads, options.backend, options.kv_dtype),
+        ours=Ours(options.model, threads, options.backend, options.kv_dtype, options.isa),
         theirs=theirs(options.model),
         theirs_q4_0=theirs(options.q4_0) if options.q4_0 else None,
         llama_server=options.llama_server,
@@ -129,6 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=_positive, default=ROUNDS, metavar="N", help=f"default {ROUNDS}")
     parser.add_argument("--backend", choices=("auto", "reference", "cpu"), default="auto", help="of our side")
     parser.add_argument("--kv-dtype", default="", choices=("", "float32", "float16", "int8"), help="of our side")
+    parser.add_argument("--isa", default="", help="of our side in the parts speed, busy and memory (default: the best)")
     parser.add_argument("--parts", type=_parts, default=tuple(PARTS), metavar="A,B", help=f"of {','.join(PARTS)} (default: all)")
     parser.add_argument("--json", metavar="FILE", help="write every figure there")
     return parser

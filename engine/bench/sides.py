@@ -32,10 +32,12 @@ class Ours:
     threads: int
     backend: str = "auto"
     kv_dtype: str = ""
+    isa: str = ""
 
     def speeds(self, tests: Sequence[str], seed: int) -> dict[str, Any]:
         """The document of engine/bench/speed.py, one repeat of each test."""
-        return self._run("speed", "--tests", ",".join(tests), "--reps", "1", "--seed", str(seed))
+        isa = ["--isa", self.isa] if self.isa else []
+        return self._run("speed", "--tests", ",".join(tests), "--reps", "1", "--seed", str(seed), *isa)
 
     def perplexity(self, ids: Path) -> dict[str, Any]:
         return self._run("perplexity", "--ids", str(ids))

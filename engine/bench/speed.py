@@ -64,6 +64,7 @@ class Asked:
     backend: str = "auto"
     kv_dtype: str = ""  # "": the backend's own
     threads: int | None = None
+    isa: str = ""  # "": the best
     packed_path: str = ""
     weights_digest: str = ""
 
@@ -160,6 +161,7 @@ def _setup(asked: Asked) -> Setup:
         backend=asked.backend,
         kv_dtype=asked.kv_dtype,
         threads=asked.threads,
+        isa=asked.isa,
         packed_path=asked.packed_path,
         weights_digest=asked.weights_digest,
     )
@@ -205,6 +207,7 @@ def _asked(options: argparse.Namespace) -> Asked:
         backend=options.backend,
         kv_dtype=options.kv_dtype,
         threads=options.threads,
+        isa=options.isa,
         packed_path=options.packed,
         weights_digest=options.weights_digest,
     )
@@ -219,6 +222,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--backend", choices=("auto", "reference", "cpu", "cuda"), default="auto")
     parser.add_argument("--kv-dtype", default="", choices=("", "float32", "float16", "bfloat16", "int8"))
     parser.add_argument("--threads", type=_positive, metavar="N", help="default: one for each core")
+    parser.add_argument("--isa", default="", metavar="NAME", help="avx2, avx512, neon or scalar (default: the best)")
     parser.add_argument("--packed", default="", metavar="FILE", help="the model's packed weights, made if they are not there")
     parser.add_argument("--weights-digest", default="", metavar="DIGEST", help="of the weights that they must come from")
     return parser

@@ -74,6 +74,7 @@ class Setup:
     backend: str = "auto"
     kv_dtype: str = ""  # "": the product's default
     threads: int | None = None
+    isa: str = ""  # as in WorkerConfig
     packed_path: str = ""  # as in WorkerConfig
     weights_digest: str = ""
 
@@ -86,6 +87,7 @@ class Setup:
             max_step_tokens=self.max_step_tokens,
             max_sequences=self.max_sequences,
             threads=self.threads,
+            isa=self.isa,
             packed_path=self.packed_path,
             weights_digest=self.weights_digest,
         )

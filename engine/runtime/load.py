@@ -64,6 +64,11 @@ class Filled(Protocol):
     @property
     def warnings(self) -> list[str]: ...
 
+    @property
+    def isa(self) -> str:
+        """The instruction set that was chosen when it was loaded; "" where nothing is chosen."""
+        ...
+
 
 class Backend(Protocol):
     """What native_load and torch_load are to this module."""
@@ -303,6 +308,7 @@ def _info(asked: WorkerConfig, model: _Model, reasons: list[str], load_ms: float
         pages_total=sum(model.memory.pages),
         page_tokens=PAGE_TOKENS,
         threads=model.reading.threads,
+        isa=model.filled.isa,
         load_ms=load_ms,
         degraded=_degraded(asked, model, reasons),
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from engine import platform
 from engine.cache.layout import CacheLayout
+from engine.errors import InvalidRequest
 from engine.kernels.cpu.lib import load
 from engine.models.spec import AttentionSpec
 from engine.runtime.load import Progress, Reading
@@ -27,6 +28,7 @@ class NativeFilled:
     executor: NativeExecutor
     weight_bytes: int
     warnings: list[str]
+    isa: str
 
 
 class NativeBackend:
@@ -38,6 +40,9 @@ class NativeBackend:
         load()
 
     def needs(self, reading: Reading) -> Needs:
+        isa, isas = reading.config.isa, load().isas
+        if isa and isa not in isas:
+            raise InvalidRequest(f"there is no instruction set {isa} here", hint=f"there are {', '.join(isas)}")
         return Needs(_packed_bytes(reading), _workspace_bytes(reading))
 
     def fill(self, reading: Reading, layout: CacheLayout, pages: tuple[int, ...], progress: Progress) -> NativeFilled:
@@ -59,12 +64,13 @@ class NativeBackend:
                 kv_dtype=config.kv_dtype,
                 threads=reading.threads,
                 max_slots=config.max_sequences,
+                isa=config.isa,
             )
         except BaseException:
             packed.close()
             raise
         progress("loading weights", 1.0)
-        return NativeFilled(executor, packed.weight_bytes, list(packed.notes))
+        return NativeFilled(executor, packed.weight_bytes, list(packed.notes), config.isa or load().isas[0])
 
     def free_bytes(self) -> int:
         return platform.available_memory_bytes()

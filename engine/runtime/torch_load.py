@@ -24,6 +24,7 @@ class TorchFilled:
     executor: TorchExecutor
     weight_bytes: int
     warnings: list[str]
+    isa: str = ""
 
 
 class TorchBackend:

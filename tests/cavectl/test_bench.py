@@ -30,12 +30,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_json_is_the_last_line(home: Home, tiny: Path) -> None:
-    done = home.run("bench", str(tiny), "--tests", TESTS, "--reps", "2", "--threads", "1", "--json")
+    done = home.run("bench", str(tiny), "--tests", TESTS, "--reps", "2", "--threads", "1", "--isa", "scalar", "--json")
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout.splitlines()[-1])
     assert (document["benchmark"], document["schema"], list(document["tests"])) == ("speed", 1, TESTS.split(","))
     assert all(result["n"] == 2 and result["min"] > 0 for result in document["tests"].values())
     assert (document["conditions"]["repeats"], document["conditions"]["model"]["threads"]) == (2, 1)
+    assert document["conditions"]["model"]["isa"] == ("scalar" if document["conditions"]["model"]["backend"] == "cpu" else "")
     said = done.stderr.decode()
     assert "pp8: round 1 of 2" in said and "TOKENS/S" in said
 
@@ -70,6 +71,7 @@ def test_a_model_of_the_store(home: Home, tiny: Path) -> None:
         (("TINY", "--tests", "tg8@999"), 2, "needs a context of 1011 tokens, the model holds 256"),
         (("TINY", "--reps", "0"), 2, "0 is not in the range"),
         (("TINY", "--kv-dtype", "int3"), 2, "'int3' is not one of"),
+        (("TINY", "--isa", "mmx"), 2, "no instruction set mmx"),
         (("nobody:1",), 3, "there is no model nobody:1"),
         (("/no/such/file.gguf",), 3, 'file.gguf" is not imported'),
         (("",), 2, "the model's name is empty"),

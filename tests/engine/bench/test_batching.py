@@ -166,4 +166,4 @@ def test_machines_without_a_list_of_processors_have_a_name(monkeypatch: pytest.M
         raise FileNotFoundError
 
     monkeypatch.setattr(Path, "read_text", absent)
-    assert conditions._cpu_model() and conditions._cpu_flags() == []
+    assert conditions.machine().isa_flags == []
