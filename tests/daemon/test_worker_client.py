@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -20,7 +21,7 @@ from daemon.output_stream import WorkerLost
 from daemon.worker_client import WorkerClient
 from daemon.worker_frames import FrameProtocol
 from engine.errors import CavectlError, ErrorInfo
-from engine.types import EngineRequest, EngineStats, Event, LoadProgress, StepResult, WorkerConfig
+from engine.types import EngineRequest, EngineStats, Event, LoadProgress, Shutdown, StepResult, WorkerConfig
 from tests.daemon.process import ROOT
 from tests.daemon.scripted import WORKER, workers
 
@@ -234,3 +235,26 @@ def test_frames_are_whole_however_the_bytes_arrive(cut: int) -> None:
     for start in range(0, len(data), cut):
         protocol.data_received(data[start : start + cut])
     assert seen == sent
+
+
+@pytest.mark.parametrize("more", [False, True])
+def test_what_a_worker_sent_before_it_ended_is_read(more: bool) -> None:
+    """Also when its end is noticed first by a command that cannot be written any more. `more`: than one read holds."""
+    sent: list[Event] = [LoadProgress("weights" * (1000 if more else 1), k / 20) for k in range(20)]
+
+    async def work() -> None:
+        seen: list[Event] = []
+        closed = asyncio.Event()
+        protocol = FrameProtocol(seen.append, lambda _: closed.set())
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        await asyncio.get_running_loop().create_unix_connection(lambda: protocol, sock=ours)
+        protocol.send(Shutdown())
+        await asyncio.sleep(0)  # it is written, and never read
+        theirs.sendall(frames(sent))
+        theirs.close()
+        protocol.send(Shutdown())
+        await closed.wait()
+        assert seen == sent
+
+    run(work())
