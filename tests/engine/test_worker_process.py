@@ -53,7 +53,7 @@ def test_a_real_worker_runs_a_batch_and_unloading_frees_the_process(
     model, config = tiny
     info = worker.load(config)
     assert info.backend == "reference" and info.weight_bytes == sum(t.numel() * 8 for t in model.tensors.values())
-    assert info.kv_bytes <= 1 << 22 and info.context_tokens == 256 and info.degraded
+    assert info.kv_bytes <= 1 << 22 and info.context_tokens == 256 and not info.degraded
     requests = [EngineRequest(id=i, prompt=[i + 1, 7, 9 * i], max_tokens=6 + i, sampling=GREEDY) for i in range(4)]
     worker.run(*requests)
     for request in requests:
