@@ -190,24 +190,19 @@ void StepRun::attention(Lane& lane, size_t index) {
   GroupCache& cache = engine.caches_[layer.group];
   const KvPlane& plane = cache.planes[engine.plane_of_layer_[index]];
   Engine::Private& own = *engine.private_[size_t(lane.worker)];
-  size_t first, end;
   if (!all_single) {
-    while (engine.pool_.claim(lane.phase, tokens(), piece(tokens()), first, end)) {
+    engine.pool_.share(lane, tokens(), piece(tokens()), [&](size_t first, size_t end) {
       for (size_t t = first; t < end; ++t) write_keys(layer, plane, t, own.key);
-    }
-    ++lane.phase;
-    engine.pool_.barrier();
+    });
   }
   const std::vector<AttentionTask>& found = tasks[layer.group];
   const size_t total = found.size() * layer.kv_heads;
   const size_t size = std::max<size_t>(1, std::min<size_t>(8, total / (8 * size_t(engine.pool_.threads()))));
-  while (engine.pool_.claim(lane.phase, total, size, first, end)) {
+  engine.pool_.share(lane, total, size, [&](size_t first, size_t end) {
     for (size_t n = end; n > first; --n) {
       attend_task(layer, plane, found[(n - 1) / layer.kv_heads], (n - 1) % layer.kv_heads, own);
     }
-  }
-  ++lane.phase;
-  engine.pool_.barrier();
+  });
 }
 
 }  // namespace cavectl

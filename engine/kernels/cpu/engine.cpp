@@ -123,7 +123,7 @@ bool Engine::run(Step& step, std::vector<Sample>& samples) {
   for (OpenedSlot& opened : step.opened) slots_[size_t(opened.index)] = std::move(opened.slot);
   copy_pages(step.copies);
   if (!step.rows.empty()) {
-    pool_.run([](void* context, int worker) { static_cast<StepRun*>(context)->work(worker); }, &run);
+    pool_.run([](void* context, Pool::Lane& lane) { static_cast<StepRun*>(context)->work(lane); }, &run);
     logit_rows_ = run.wanted.size();
   }
   for (size_t r = 0; r < step.rows.size(); ++r) {

@@ -2,7 +2,8 @@
 //
 //   embed | [norm, int8] q k v | attention | [int8] o, added | [norm, int8] gate up | [int8] down, added | ... | norm, head | sample
 //
-// Each bar is a barrier. What stands in brackets every thread does for itself when there are few tokens, else all share it.
+// Each bar ends a phase. What stands in brackets every thread does for itself when there are few tokens, once it has a piece of the
+// phase that needs it; else all share it.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -74,8 +75,7 @@ void StepRun::need_top() {
 void StepRun::embed(Lane& lane) {
   const Model& model = engine.model_;
   const Workspace& w = engine.work_;
-  size_t first, end;
-  while (engine.pool_.claim(lane.phase, tokens(), piece(tokens()), first, end)) {
+  engine.pool_.share(lane, tokens(), piece(tokens()), [&](size_t first, size_t end) {
     for (size_t t = first; t < end; ++t) {
       float* x = w.x.as<float>() + t * padded(model.hidden);
       engine.kernels_.unpack_row(model.embed, size_t(step.tokens[t]), model.embedding_scale, x);
@@ -90,22 +90,21 @@ void StepRun::embed(Lane& lane) {
         }
       }
     }
-  }
-  ++lane.phase;
-  engine.pool_.barrier();
+  });
 }
 
-Activations StepRun::inputs(Lane& lane, const float* x, size_t stride, size_t columns, const Vector* norm, float epsilon, bool integers,
-                            const std::vector<size_t>* which) {
+Inputs StepRun::inputs(Lane& lane, const float* x, size_t stride, size_t columns, const Vector* norm, float epsilon, bool integers,
+                       const std::vector<size_t>* which) {
   const size_t count = which ? which->size() : tokens();
-  const bool few = count <= kFewTokens;
+  const bool few = count <= kFewTokens, copied = norm || which;
   Engine::Private& own = *engine.private_[size_t(lane.worker)];
   const Workspace& w = engine.work_;
-  Activations a;
+  Inputs in{engine.kernels_, {}, x, stride, count, norm, epsilon, integers, which};
+  Activations& a = in.made;
   a.columns = columns;
   a.blocks = columns / kBlockColumns;
-  a.stride = norm || which ? padded(columns) : stride;
-  a.f = norm || which ? (few ? own.f : w.f).as<float>() : const_cast<float*>(x);
+  a.stride = copied ? padded(columns) : stride;
+  a.f = copied ? (few ? own.f : w.f).as<float>() : const_cast<float*>(x);
   a.q = (few ? own.i8 : w.i8).as<int8_t>();
   a.d = (few ? own.d : w.d).as<float>();
   a.s = (few ? own.s : w.s).as<float>();
@@ -113,106 +112,94 @@ Activations StepRun::inputs(Lane& lane, const float* x, size_t stride, size_t co
   a.i = (few ? own.i : w.i).as<int32_t>();
   a.i16 = (few ? own.i16 : w.i16).as<int32_t>();
   a.loose = own.loose.as<uint8_t>();
-  if (!norm && !integers) return a;
-  const auto make = [&](size_t first, size_t end) {
-    for (size_t t = first; t < end; ++t) {
-      const float* from = x + (which ? (*which)[t] : t) * stride;
-      if (norm) engine.kernels_.rms_norm(from, norm->data(), columns, epsilon, a.f + t * a.stride);
-      if (integers) engine.kernels_.quantise(a, t);
-    }
-  };
-  if (few) {
-    make(0, count);
-    return a;
+  in.pending = few && (norm || integers);
+  if (!few && (norm || integers)) {
+    engine.pool_.share(lane, count, piece(count), [&](size_t first, size_t end) { in.make(first, end); });
   }
-  size_t first, end;
-  while (engine.pool_.claim(lane.phase, count, piece(count), first, end)) make(first, end);
-  ++lane.phase;
-  engine.pool_.barrier();
-  return a;
+  return in;
 }
 
-void StepRun::products(Lane& lane, const Product* products, size_t count, const Activations& x, size_t tokens) {
-  size_t total = 0, first, end;
+void Inputs::make(size_t first, size_t end) {
+  for (size_t t = first; t < end; ++t) {
+    const float* at = from + (which ? (*which)[t] : t) * stride;
+    if (norm) kernels.rms_norm(at, norm->data(), made.columns, epsilon, made.f + t * made.stride);
+    if (integers) kernels.quantise(made, t);
+  }
+}
+
+void StepRun::products(Lane& lane, const Product* products, size_t count, Inputs x) {
+  size_t total = 0;
   for (size_t i = 0; i < count; ++i) total += products[i].matrix->panels;
-  while (engine.pool_.claim(lane.phase, total, piece(total), first, end)) {
+  engine.pool_.share(lane, total, piece(total), [&](size_t first, size_t end) {
+    const Activations& activations = x.get();
     size_t start = 0;
     for (size_t i = 0; i < count; start += products[i++].matrix->panels) {
       const size_t from = std::max(first, start), to = std::min(end, start + products[i].matrix->panels);
-      if (from < to) engine.kernels_.matmul(*products[i].matrix, x, tokens, from - start, to - from, products[i].out);
+      if (from < to) engine.kernels_.matmul(*products[i].matrix, activations, x.count, from - start, to - from, products[i].out);
     }
-  }
-  ++lane.phase;
-  engine.pool_.barrier();
+  });
 }
 
-void StepRun::feed(Lane& lane, const Layer& layer, const Activations& x) {
+void StepRun::feed(Lane& lane, const Layer& layer, Inputs x) {
   const Output out{engine.work_.h.as<float>(), padded(layer.up.rows), false};
-  size_t first, end;
-  while (engine.pool_.claim(lane.phase, layer.up.panels, piece(layer.up.panels), first, end)) {
-    engine.kernels_.feed(layer.gated ? &layer.gate : nullptr, layer.up, layer.activation, x, tokens(), first, end - first, out);
-  }
-  ++lane.phase;
-  engine.pool_.barrier();
+  engine.pool_.share(lane, layer.up.panels, piece(layer.up.panels), [&](size_t first, size_t end) {
+    const Matrix* gate = layer.gated ? &layer.gate : nullptr;
+    engine.kernels_.feed(gate, layer.up, layer.activation, x.get(), x.count, first, end - first, out);
+  });
 }
 
-void StepRun::work(int worker) {
+void StepRun::work(Lane& lane) {
   const Model& model = engine.model_;
   const Workspace& w = engine.work_;
-  const size_t stride = padded(model.hidden), all = tokens();
+  const size_t stride = padded(model.hidden);
   float* x = w.x.as<float>();
-  Lane lane{worker};
   embed(lane);
   for (size_t i = 0; i < model.layers.size(); ++i) {
     const Layer& layer = model.layers[i];
     const size_t wide = padded(layer.heads * layer.head_dim), narrow = padded(layer.kv_heads * layer.head_dim);
     const bool integers = is_integer(layer.q.kind) || is_integer(layer.k.kind) || is_integer(layer.v.kind);
-    Activations a = inputs(lane, x, stride, model.hidden, &layer.mixer_norm, layer.mixer_epsilon, integers);
+    const Inputs mixer_in = inputs(lane, x, stride, model.hidden, &layer.mixer_norm, layer.mixer_epsilon, integers);
     const Product qkv[] = {{&layer.q, {w.q.as<float>(), wide, false}},
                            {&layer.k, {w.k.as<float>(), narrow, false}},
                            {&layer.v, {w.v.as<float>(), narrow, false}}};
-    products(lane, qkv, 3, a, all);
+    products(lane, qkv, 3, mixer_in);
     attention(lane, i);
-    a = inputs(lane, w.mixed.as<float>(), wide, layer.heads * layer.head_dim, nullptr, 0, is_integer(layer.o.kind));
+    const Inputs mixed = inputs(lane, w.mixed.as<float>(), wide, layer.heads * layer.head_dim, nullptr, 0, is_integer(layer.o.kind));
     const Product o{&layer.o, {x, stride, true}};
-    products(lane, &o, 1, a, all);
+    products(lane, &o, 1, mixed);
     const bool fed_integers = is_integer(layer.up.kind) || (layer.gated && is_integer(layer.gate.kind));
-    a = inputs(lane, x, stride, model.hidden, &layer.ffn_norm, layer.ffn_epsilon, fed_integers);
-    feed(lane, layer, a);
-    a = inputs(lane, w.h.as<float>(), padded(layer.up.rows), layer.up.rows, nullptr, 0, is_integer(layer.down.kind));
+    feed(lane, layer, inputs(lane, x, stride, model.hidden, &layer.ffn_norm, layer.ffn_epsilon, fed_integers));
+    const Inputs fed = inputs(lane, w.h.as<float>(), padded(layer.up.rows), layer.up.rows, nullptr, 0, is_integer(layer.down.kind));
     const Product down{&layer.down, {x, stride, true}};
-    products(lane, &down, 1, a, all);
+    products(lane, &down, 1, fed);
   }
   if (wanted.empty()) return;
-  const Activations a = inputs(lane, x, stride, model.hidden, &model.final_norm, model.final_epsilon, is_integer(model.head.kind), &wanted);
+  const bool integers = is_integer(model.head.kind);
+  const Inputs in = inputs(lane, x, stride, model.hidden, &model.final_norm, model.final_epsilon, integers, &wanted);
   const Product head{&model.head, {w.logits.as<float>(), padded(model.vocab), false}};
-  products(lane, &head, 1, a, wanted.size());
+  products(lane, &head, 1, in);
   sample_rows(lane);
 }
 
 void StepRun::sample_rows(Lane& lane) {
   const Model& model = engine.model_;
   const size_t width = padded(model.vocab);
-  size_t first, end;
   if (model.logit_scale != 1.0f) {
-    while (engine.pool_.claim(lane.phase, wanted.size(), 1, first, end)) {
+    engine.pool_.share(lane, wanted.size(), 1, [&](size_t first, size_t end) {
       for (size_t n = first; n < end; ++n) {
         float* at = engine.work_.logits.as<float>() + n * width;
         for (size_t i = 0; i < model.vocab; ++i) at[i] *= model.logit_scale;
       }
-    }
-    ++lane.phase;
-    engine.pool_.barrier();
+    });
   }
-  while (engine.pool_.claim(lane.phase, sampled.size(), 1, first, end)) {
+  engine.pool_.share(lane, sampled.size(), 1, [&](size_t first, size_t end) {
     for (size_t n = first; n < end; ++n) {
       const StepRow& row = step.rows[sampled[n]];
       const float* logits = engine.work_.logits.as<float>() + logit_of[n] * width;
       sample(logits, int32_t(model.vocab), engine.slots_[size_t(row.slot)], row.mask, engine.scratch_[size_t(lane.worker)],
              samples[sampled[n]]);
     }
-  }
-  ++lane.phase;
+  });
 }
 
 }  // namespace cavectl

@@ -25,14 +25,32 @@ struct Engine::Private {
   Softmax total, tile;
 };
 
-struct Lane {
-  int worker;
-  size_t phase = 0;
-};
+using Lane = Pool::Lane;
 
 struct Product {
   const Matrix* matrix;
   Output out;
+};
+
+// What matrices are multiplied with: normed and in integers where they ask for it. Of few tokens it is made when first asked for, by
+// a worker that has a piece of the phase: before, what it is made from may not be there yet, or be gone again.
+struct Inputs {
+  const Kernels& kernels;
+  Activations made;
+  const float* from;
+  size_t stride, count;
+  const Vector* norm;
+  float epsilon;
+  bool integers;
+  const std::vector<size_t>* which;
+  bool pending = false;
+
+  const Activations& get() {
+    if (pending) make(0, count);
+    pending = false;
+    return made;
+  }
+  void make(size_t first, size_t end);
 };
 
 struct StepRun {
@@ -56,7 +74,7 @@ struct StepRun {
   bool need_memory();
   void need_top();  // room for log-probabilities, so that no thread but the caller's ever allocates
   size_t phases() const;
-  void work(int worker);
+  void work(Lane& lane);
 
  private:
   void plan_group(size_t group);
@@ -70,10 +88,10 @@ struct StepRun {
   void store_mixed(const Layer& layer, size_t token, size_t head, const Softmax& total);
   void turn(const Layer& layer, size_t token, float* x) const;
   Softmax partial_of(const AttentionTask& task, size_t tile, size_t head) const;
-  Activations inputs(Lane& lane, const float* x, size_t stride, size_t columns, const Vector* norm, float epsilon, bool integers,
-                     const std::vector<size_t>* which = nullptr);
-  void products(Lane& lane, const Product* products, size_t count, const Activations& x, size_t tokens);
-  void feed(Lane& lane, const Layer& layer, const Activations& x);
+  Inputs inputs(Lane& lane, const float* x, size_t stride, size_t columns, const Vector* norm, float epsilon, bool integers,
+                const std::vector<size_t>* which = nullptr);
+  void products(Lane& lane, const Product* products, size_t count, Inputs x);
+  void feed(Lane& lane, const Layer& layer, Inputs x);
   void sample_rows(Lane& lane);
   size_t piece(size_t total) const;
 
