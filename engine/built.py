@@ -14,6 +14,7 @@ from engine.types import LoadedInfo, StepResult
 
 if TYPE_CHECKING:
     from engine.engine import Engine
+    from engine.speculation.speculation import Speculation
 
 
 class EngineFailure(CavectlError):
@@ -42,6 +43,7 @@ class EngineOptions:
     chat_retention_s: float = 1800.0
     rest_retention_s: float = 300.0
     accounting_interval_s: float = 1.0
+    speculation: Speculation | None = None
     model: str = ""  # part of the cache's keys, like the format: what weights and cache are made of
     format: str = ""
 

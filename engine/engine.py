@@ -24,12 +24,14 @@ from engine.cache.blocks import pages_for
 from engine.cache.layout import CacheLayout
 from engine.cache.manager import CacheManager
 from engine.cache.radix import Namespace
-from engine.errors import CavectlError, ErrorInfo, InvalidRequest
+from engine.errors import ErrorInfo, InvalidRequest
+from engine.outcomes import blame, halves, take
 from engine.runtime.batch import RowOutput
 from engine.runtime.executor import Executor, Ticket
 from engine.scheduler.pacing import Pacing
+from engine.scheduler.plan import Plan, PlannedRow
 from engine.scheduler.policy import Policy
-from engine.scheduler.scheduler import Plan, PlannedRow, Scheduler
+from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import Sequence
 from engine.types import (
     EngineRequest,
@@ -82,6 +84,7 @@ class Engine:
             max_sequences=max_sequences,
             policy=Policy(aging_s=options.aging_s),
             pacing=Pacing(target_ms=options.target_step_ms, max_step_tokens=max_step_tokens),
+            speculation=options.speculation,
         )
         self._audit = Audit(self.check, options.accounting_interval_s)
         self._context_tokens = context_tokens
@@ -153,7 +156,7 @@ class Engine:
             raise self._give_up(outputs, started) from error
         seconds = self._clock() - started
         if plan:
-            self._scheduler.pacing.observe(seconds * 1e3, plan.decode_tokens, plan.prefill_tokens)
+            self._scheduler.observe(plan, seconds * 1e3)
             self._audit.changed()
         self._stats = self._measure(seconds, plan)
         return StepResult(outputs, self._stats)
@@ -254,21 +257,19 @@ class Engine:
         if result.error or (row.draws and not result.tokens):
             return self._end(sequence, "error", error=ErrorInfo("engine_error", result.error or "the model gave no token"))
         now = self._clock()
-        self._scheduler.confirm(row, now)
+        taken, finish = take(sequence, result.tokens)
+        self._scheduler.confirm(row, now, min(len(taken), max(0, len(result.tokens) - 1)))
         if not row.draws:
             return None
+        if row.draft and self._options.speculation:
+            self._options.speculation.settled(sequence.id, row.draft, row.draft.path([token.id for token in result.tokens]))
+            sequence.drafted_tokens += len(row.draft)
+            sequence.accepted_tokens += len(result.tokens) - 1
         sequence.last_token = now
         if sequence.first_token is None:
             sequence.first_token = sequence.last_token
-        taken: list[TokenOutput] = []
-        for token in result.tokens:
-            stopped = token.id in sequence.stop_ids and sequence.output_tokens >= sequence.request.min_tokens
-            sequence.tokens.append(token.id)
-            taken.append(token)
-            if stopped:
-                return self._end(sequence, "stop", tokens=taken, stop_id=token.id)
-            if sequence.output_tokens >= sequence.limit:
-                return self._end(sequence, "length", tokens=taken)
+        if finish is not None:
+            return self._end(sequence, finish, tokens=taken, stop_id=taken[-1].id if finish == "stop" else None)
         return SequenceOutput(request=sequence.request.id, choice=sequence.choice, tokens=taken)
 
     def _end(
@@ -282,6 +283,8 @@ class Engine:
     ) -> SequenceOutput:
         """Take `sequence` out of everything and give its last output."""
         self._scheduler.remove(sequence, self._clock(), failed=finish == "error")
+        if self._options.speculation:
+            self._options.speculation.forget(sequence.id)
         siblings = self._live[sequence.request.id]
         siblings.remove(sequence)
         if not siblings:
@@ -310,7 +313,7 @@ class Engine:
             self._scheduler.rewind(flight.plan)
         outputs: list[SequenceOutput] = []
         failed: list[tuple[PlannedRow, Exception]] = []
-        pieces = _halves(rows)
+        pieces = halves(rows)
         while pieces:
             piece = pieces.pop(0)
             attempt = self._attempt(piece)
@@ -319,9 +322,9 @@ class Engine:
             elif len(piece) == 1:
                 failed.append((piece[0], attempt))
             else:
-                pieces = _halves(piece) + pieces
+                pieces = halves(piece) + pieces
         self._judge(len(failed), len(rows), error)
-        outputs += [self._end(row.sequence, "error", error=_blame(cause)) for row, cause in failed]
+        outputs += [self._end(row.sequence, "error", error=blame(cause)) for row, cause in failed]
         return outputs
 
     def _attempt(self, rows: list[PlannedRow]) -> list[RowOutput] | Exception:
@@ -354,6 +357,7 @@ class Engine:
         return EngineFailure(StepResult(outputs, self._measure(self._clock() - started, None)))
 
     def _measure(self, seconds: float, plan: Plan | None) -> EngineStats:
+        counts = self._options.speculation.counts if self._options.speculation else None
         return EngineStats(
             step=self._step,
             step_ms=seconds * 1e3,
@@ -370,6 +374,8 @@ class Engine:
             evicted_pages=self._cache.evicted_pages,
             hit_tokens=self._scheduler.hit_tokens,
             accounting_errors=self._audit.errors,
+            drafted_tokens=counts.drafted if counts else 0,
+            accepted_tokens=counts.accepted if counts else 0,
         )
 
 
@@ -385,17 +391,3 @@ def _cache(layout: CacheLayout, pages: Seq[int], options: EngineOptions) -> Cach
 
 def _nobody(requests: list[int]) -> None:
     """Hears of scheduled requests where nobody wants to."""
-
-
-def _halves(rows: list[PlannedRow]) -> list[list[PlannedRow]]:
-    middle = (len(rows) + 1) // 2
-    return [piece for piece in (rows[:middle], rows[middle:]) if piece]
-
-
-def _blame(error: Exception) -> ErrorInfo:
-    """The error as its request may see it: what was meant for a person word for word, anything else without its inside."""
-    if isinstance(error, CavectlError):
-        return error.info
-    if isinstance(error, MemoryError):
-        return ErrorInfo("out_of_memory", "there was not enough memory for this request")
-    return ErrorInfo("engine_error", "the engine failed on this request")

@@ -57,6 +57,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     adapter: str = ""  # content digest of the adapter; opaque here, splits the cache
     retention: Retention = "rest"
     pin: bool | None = None  # True: the prompt's pages are never evicted; False: no longer pinned; None: as they are
+    speculation: bool = True  # whether tokens may be drafted; the answer is the same
     waited_ms: float = 0.0  # in the queue of an earlier worker, which ended before it began
 
 
@@ -77,6 +78,8 @@ class SequenceUsage(msgspec.Struct, frozen=True, kw_only=True):
     queue_ms: float  # arrival to first scheduled
     prefill_ms: float  # first scheduled to first token
     decode_ms: float  # first token to last
+    drafted_tokens: int = 0  # that speculation guessed, and those that were right
+    accepted_tokens: int = 0
 
 
 class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -105,10 +108,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     pages_cached: int  # held by the prefix cache alone, free to be evicted
     pages_pinned: int  # held by the prefix cache alone, for ever
     chunk_tokens: int = 0  # prompt tokens that a step takes beside decodes, as adapted by now
-    preemptions: int = 0  # these four since the start
+    preemptions: int = 0  # these and those below since the start
     evicted_pages: int = 0
     hit_tokens: int = 0  # prompt tokens taken from the cache
     accounting_errors: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 # --- model facts, read without loading weights (python -m engine.inspect PATH) -------------------------------------------------
@@ -190,6 +195,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     chat_retention_s: float = 1800.0  # how long an unused prefix of a chat stays cached
     rest_retention_s: float = 300.0  # and any other
     accounting_interval_s: float = 1.0  # how often the accounts of the cache are checked
+    speculation: bool = True  # whether tokens are drafted where that pays
     model_digest: str = ""  # part of the cache's keys
     packed_path: str = ""  # where the packed weights are, or are to be put; "": they are packed anew and kept nowhere
     weights_digest: str = ""  # of the weight files' bytes: packed weights made from others are stale
@@ -213,6 +219,7 @@ class LoadedInfo(msgspec.Struct, frozen=True, kw_only=True):
     page_tokens: int
     threads: int
     isa: str = ""  # instruction set of the native backend's kernels
+    drafter: str = ""  # what drafts tokens; "": nothing does
     load_ms: float
     degraded: list[str] = []  # one line each: what runs slower or differently than asked, and why
 

@@ -172,6 +172,13 @@ class CacheManager:
             pages = lease.pages[group]
             pages.extend(self._take(group) for _ in range(pages_for(tokens) - len(pages)))
 
+    def shrink(self, lease: Lease, tokens: int) -> None:
+        """Give back pages behind those that `tokens` tokens fill: what lay there was drafted, and wrong."""
+        for group in self._growing:
+            pages = lease.pages[group]
+            while len(pages) > pages_for(tokens):
+                self._eviction.disown(group, pages.pop())
+
     def begin(self, lease: Lease, start: int) -> list[tuple[int, int, int]]:
         """(group, source, target) to be copied before a row that begins at `start`. Asked again for the same row, the same."""
         if start == lease.hit:

@@ -161,6 +161,10 @@ class Ops(Protocol):
         """plane[targets] = plane[sources]; int64 [n] each, no page in both."""
         ...
 
+    def copy_slots(self, plane: Tensor, sources: Tensor, targets: Tensor) -> None:
+        """plane[targets] = plane[sources] as it was, in flat slots (page * B + offset); int64 [n], targets all different."""
+        ...
+
     # --- attention
 
     def plan_attention(self, rows: Sequence[AttentionRow], window: int | None) -> AttentionPlan:

@@ -27,10 +27,15 @@ from engine.runtime.batch import PAGE_TOKENS
 from engine.runtime.executor import Executor
 from engine.runtime.memory import MemoryPlan, Needs, plan_growth, plan_memory
 from engine.runtime.native_plan import unsupported
+from engine.speculation.draft import Limits
+from engine.speculation.lookup import PromptLookup
+from engine.speculation.speculation import Speculation
 from engine.types import LoadedInfo, ModelInfo, WorkerConfig
 from engine.weights.source import WeightSource, open_source
 
 Progress = Callable[[str, float], None]
+
+DRAFT_LIMITS = Limits(nodes=16, depth=12, branches=3)  # of a tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +106,7 @@ class _Model:
     layout: CacheLayout
     memory: MemoryPlan
     filled: Filled
+    speculation: Speculation | None
 
 
 def build_engine(config: WorkerConfig, progress: Progress) -> Built:
@@ -127,7 +133,7 @@ def _read(asked: WorkerConfig, progress: Progress) -> tuple[_Model, list[str]]:
         layout = reading.layout
         memory = plan_memory(backend.needs(reading), layout, config=config, available_bytes=_available_bytes(backend, config))
         filled = backend.fill(reading, layout, memory.pages, progress)
-        return _Model(config, source.info, reading, backend, layout, memory, filled), reasons
+        return _Model(config, source.info, reading, backend, layout, memory, filled, _speculation(config, layout)), reasons
     finally:
         source.close()
 
@@ -141,11 +147,11 @@ def _engine(model: _Model) -> Engine:
         context_tokens=config.context_tokens,
         max_step_tokens=config.max_step_tokens,
         max_sequences=config.max_sequences,
-        options=_options(config, model.backend.name),
+        options=_options(config, model.backend.name, model.speculation),
     )
 
 
-def _options(config: WorkerConfig, backend: str) -> EngineOptions:
+def _options(config: WorkerConfig, backend: str, speculation: Speculation | None) -> EngineOptions:
     return EngineOptions(
         target_step_ms=config.target_step_ms,
         aging_s=config.aging_s,
@@ -153,9 +159,20 @@ def _options(config: WorkerConfig, backend: str) -> EngineOptions:
         chat_retention_s=config.chat_retention_s,
         rest_retention_s=config.rest_retention_s,
         accounting_interval_s=config.accounting_interval_s,
+        speculation=speculation,
         model=config.model_digest,
         format=f"{backend} {config.dtype} {config.kv_dtype}",
     )
+
+
+def _speculation(config: WorkerConfig, layout: CacheLayout) -> Speculation | None:
+    """None where nothing can be drafted: a recurrent state cannot be taken back, and prompt lookup is native code."""
+    if not config.speculation or any(group.kind == "state" for group in layout.groups):
+        return None
+    try:
+        return Speculation(PromptLookup(), DRAFT_LIMITS)
+    except CavectlError:
+        return None
 
 
 # --- the choice of backend --------------------------------------------------------------------------------------------------------
@@ -309,6 +326,7 @@ def _info(asked: WorkerConfig, model: _Model, reasons: list[str], load_ms: float
         page_tokens=PAGE_TOKENS,
         threads=model.reading.threads,
         isa=model.filled.isa,
+        drafter=model.speculation.name if model.speculation else "",
         load_ms=load_ms,
         degraded=_degraded(asked, model, reasons),
     )

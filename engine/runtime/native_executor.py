@@ -66,7 +66,7 @@ class NativeExecutor:
         self._library = load().functions
         self._groups, self._vocab = len(layout.groups), spec.vocab_size
         self._error = ctypes.create_string_buffer(_ERROR_BYTES)
-        self._results = _Results(0, 0)
+        self._results = _Results(0, 0, 0)
         plan = plan_bytes(spec, layout, packed.tensors, kv_dtype, max_slots)
         self._view = HeldBuffer(packed.data)
         self._engine = self._library.cavectl_open(
@@ -93,7 +93,7 @@ class NativeExecutor:
         )
         if code:
             raise self._refusal(code)
-        return StepOutputs(step=inputs.step, rows=[results.row(i, row.sampling >= 0) for i, row in enumerate(inputs.rows)])
+        return StepOutputs(step=inputs.step, rows=results.rows(len(inputs.rows)))
 
     def collect(self, ticket: StepOutputs) -> StepOutputs:
         return ticket
@@ -125,10 +125,11 @@ class NativeExecutor:
 
     def _room(self, inputs: StepInputs) -> _Results:
         rows = len(inputs.rows)
+        draws = sum(1 + len(row.tree or ()) for row in inputs.rows)
         top = max((slot.logprobs or 0 for slot in inputs.opened), default=0)
         have = self._results
-        if rows > have.rows or top > have.top:
-            self._results = _Results(max(rows, 2 * have.rows), max(top, have.top))
+        if rows > have.max_rows or draws > have.max_draws or top > have.max_top:
+            self._results = _Results(max(rows, 2 * have.max_rows), max(draws, 2 * have.max_draws), max(top, have.max_top))
         return self._results
 
     def _refusal(self, code: int) -> Exception:
@@ -172,8 +173,6 @@ class _Words:
     def _row(self, row: Row) -> None:
         if row.adapter:
             raise InvalidRequest("adapters are not supported here", code="unsupported")
-        if row.tree is not None:
-            raise InvalidRequest("draft trees are not supported here", code="unsupported")
         if len(row.pages) != self._groups:
             raise InvalidRequest("a row has a negative position, or not one page list for each cache group")
         words, mask = self._words, -1
@@ -182,8 +181,10 @@ class _Words:
                 raise InvalidRequest(f"a mask must have {self._mask_bytes} bytes, not {len(row.mask)}")
             mask = len(self._masks)
             self._masks += row.mask
-        words.extend((row.position, len(row.tokens), row.sampling, mask))
+        tree = row.tree or ()
+        words.extend((row.position, len(row.tokens), row.sampling, mask, len(tree)))
         words.extend(row.tokens)
+        words.extend(tree)
         for pages in row.pages:
             words.append(len(pages))
             words.extend(pages)
@@ -208,37 +209,48 @@ def slot_numbers(slot: SamplingSlot) -> tuple[float, ...]:
 
 
 class _Results:
-    """Room for the results of `rows` rows with `top` best tokens each."""
+    """Room for the results of a step: rows, draws of all rows together, and the best tokens of each draw."""
 
-    def __init__(self, rows: int, top: int) -> None:
-        self.rows, self.top = rows, top
-        self._status, self._token = (ctypes.c_int32 * rows)(), (ctypes.c_int32 * rows)()
-        self._logprob = (ctypes.c_double * rows)()
-        self._top_count, self._top_ids = (ctypes.c_int32 * rows)(), (ctypes.c_int32 * (rows * top))()
-        self._top_logprobs = (ctypes.c_double * (rows * top))()
+    def __init__(self, rows: int, draws: int, top: int) -> None:
+        self.max_rows, self.max_draws, self.max_top = rows, draws, top
+        self._drawn = (ctypes.c_int32 * rows)()
+        self._status, self._token = (ctypes.c_int32 * draws)(), (ctypes.c_int32 * draws)()
+        self._logprob = (ctypes.c_double * draws)()
+        self._top_count, self._top_ids = (ctypes.c_int32 * draws)(), (ctypes.c_int32 * (draws * top))()
+        self._top_logprobs = (ctypes.c_double * (draws * top))()
 
     @property
     def pointers(self) -> tuple[Any, ...]:
-        return (self.rows, self._status, self._token, self._logprob, self.top, self._top_count, self._top_ids, self._top_logprobs)
+        of_draws = (self._status, self._token, self._logprob, self.max_top, self._top_count, self._top_ids, self._top_logprobs)
+        return (self.max_rows, self._drawn, self.max_draws, *of_draws)
 
-    def row(self, index: int, sampled: bool) -> RowOutput:
-        status = self._status[index]
-        if not sampled:
+    def rows(self, count: int) -> list[RowOutput]:
+        """Of the first `count` rows."""
+        outputs: list[RowOutput] = []
+        first = 0
+        for drawn in self._drawn[:count]:
+            outputs.append(self._row(first, drawn))
+            first += drawn
+        return outputs
+
+    def _row(self, first: int, drawn: int) -> RowOutput:
+        if drawn == 0:
             return RowOutput()
+        status = self._status[first]
         if status == _NOT_FINITE:
             return RowOutput(error=NOT_FINITE)
         if status == _NOTHING_ALLOWED:
             return RowOutput(error=NOTHING_ALLOWED)
         assert status == _SAMPLED, f"native code gave the status {status}"
-        return RowOutput([self._output(index)])
+        return RowOutput([self._output(draw) for draw in range(first, first + drawn)])
 
-    def _output(self, index: int) -> TokenOutput:
-        logprob, count = self._logprob[index], self._top_count[index]
+    def _output(self, draw: int) -> TokenOutput:
+        logprob, count = self._logprob[draw], self._top_count[draw]
         if math.isnan(logprob):  # not asked for
-            return TokenOutput(self._token[index])
-        at = index * self.top
+            return TokenOutput(self._token[draw])
+        at = draw * self.max_top
         top = [(self._top_ids[i], self._top_logprobs[i]) for i in range(at, at + count)]
-        return TokenOutput(self._token[index], logprob, top)
+        return TokenOutput(self._token[draw], logprob, top)
 
 
 def _longs(values: Sequence[int]) -> Any:

@@ -44,6 +44,14 @@ class SamplingState:
         self.tokens.append(token)
         self.counts[token] += 1
 
+    def cut(self, output_tokens: int) -> None:
+        """Forget what was appended beyond so many output tokens."""
+        while self.output_tokens > output_tokens:
+            token = self.tokens.pop()
+            self.counts[token] -= 1
+            if not self.counts[token]:
+                del self.counts[token]
+
     def repeatable(self) -> set[int]:
         """The ids that the repetition penalty is for."""
         last = self.params.repeat_last_n

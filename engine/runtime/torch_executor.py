@@ -24,6 +24,7 @@ from engine.models.decoder import AttentionBatch, Cache, Decoder, DeviceBatch, S
 from engine.models.spec import ModelSpec
 from engine.runtime.batch import FROM_PREVIOUS, NO_PAGE, PAGE_TOKENS, Row, RowOutput, StepInputs, StepOutputs
 from engine.runtime.sampler import SamplingState, sample
+from engine.speculation.walk import ROOT, walk
 from engine.types import TokenOutput
 
 ComputeDtype = Literal["float64", "float32", "bfloat16", "float16"]
@@ -121,13 +122,41 @@ class TorchExecutor:
         if self._keeps_logits:
             kept = logits.to(device="cpu", dtype=torch.float32).contiguous()
             self._kept = ctypes.string_at(kept.data_ptr(), kept.nbytes)
-            logits = logits[self._ids(_last_tokens(rows))]
-        finite = iter(self._ops.finite(logits).tolist())
-        by_row = iter(logits)
-        drawn = [_draw(row, next(by_row), next(finite), slots[row.sampling]) if row.sampling >= 0 else RowOutput() for row in rows]
+            logits = logits[self._ids(_scored(rows))]
+        drawn = self._draws(rows, slots, logits)
         for state in states:
             self._ops.write_states(state.values, state.plane, state.pages)
         return drawn
+
+    def _draws(self, rows: Sequence[Row], slots: Mapping[int, SamplingState], logits: Tensor) -> list[RowOutput]:
+        """Of each row; drafts that were right are moved to where their positions say."""
+        finite = self._ops.finite(logits).tolist()
+        drawn: list[RowOutput] = []
+        first = 0
+        for row in rows:
+            if row.sampling < 0:
+                drawn.append(RowOutput())
+                continue
+            last = first + 1 + len(row.tree or ())
+            output, path = _draw(row, logits[first:last], finite[first:last], slots[row.sampling])
+            self._keep(row, path)
+            drawn.append(output)
+            first = last
+        return drawn
+
+    def _keep(self, row: Row, path: Sequence[int]) -> None:
+        """The row's drafts `path` were right, one after another."""
+        behind = row.position + len(row.tokens) - len(row.tree or ())
+        moves = [(behind + node, behind + length) for length, node in enumerate(path) if node != length]
+        if not moves:
+            return
+        for pages, planes in zip(row.pages, self._planes, strict=True):
+            sources, targets = (
+                self._ids(pages[position // PAGE_TOKENS] * PAGE_TOKENS + position % PAGE_TOKENS for position in positions)
+                for positions in zip(*moves, strict=True)
+            )
+            for plane in planes.values():
+                self._ops.copy_slots(plane, sources, targets)
 
     def _batch(self, rows: Sequence[Row], slots: Mapping[int, SamplingState]) -> DeviceBatch:
         tokens = [slots[r.sampling].tokens[-1:] if r.tokens == [FROM_PREVIOUS] else r.tokens for r in rows]
@@ -139,7 +168,7 @@ class TorchExecutor:
         return DeviceBatch(
             tokens=self._ids(chain.from_iterable(tokens)),
             positions=self._ids(chain.from_iterable(map(_positions, rows))),
-            sampled=self._ids(range(total) if self._keeps_logits else _last_tokens(rows)),
+            sampled=self._ids(range(total) if self._keeps_logits else _scored(rows)),
             groups=tuple(self._group_batch(rows, ends, group) for group in range(len(self._layout.groups))),
             adapters=self._ids(chain.from_iterable(adapters)) if any(r.adapter for r in rows) else None,
         )
@@ -190,6 +219,10 @@ class TorchExecutor:
             raise InvalidRequest(f"a mask must have {(vocab + 7) // 8} bytes, not {len(row.mask)}")
         if row.tree is not None and (len(row.tree) >= count or any(not -1 <= p < i for i, p in enumerate(row.tree))):
             raise InvalidRequest("a draft tree must follow a plain token, parents before children")
+        if row.tree and row.sampling < 0:
+            raise InvalidRequest("a draft tree needs a sampling slot")
+        if row.tree and row.mask is not None:
+            raise InvalidRequest("a draft tree and a mask do not go together", code="unsupported")
         self._check_pages(row)
 
     def _check_pages(self, row: Row) -> None:
@@ -247,17 +280,31 @@ class TorchExecutor:
         return Cache(tuple(layers[i] for i in order), tuple(group_of[i] for i in order))
 
 
-def _last_tokens(rows: Sequence[Row]) -> list[int]:
-    """Where the last token of each sampled row stands among the tokens of the step."""
+def _scored(rows: Sequence[Row]) -> list[int]:
+    """Where the last plain token of each sampled row, and its drafts, stand among the tokens of the step."""
     ends = accumulate(len(row.tokens) for row in rows)
-    return [end - 1 for row, end in zip(rows, ends, strict=True) if row.sampling >= 0]
+    spans = [(end - 1 - len(row.tree or ()), end) for row, end in zip(rows, ends, strict=True) if row.sampling >= 0]
+    return [token for first, end in spans for token in range(first, end)]
 
 
-def _draw(row: Row, logits: Tensor, finite: bool, state: SamplingState) -> RowOutput:
-    if not finite:
-        return RowOutput(error=NOT_FINITE)
-    token: TokenOutput | None = sample(logits, state, row.mask)
-    return RowOutput(error=NOTHING_ALLOWED) if token is None else RowOutput([token])
+def _draw(row: Row, logits: Tensor, finite: Sequence[bool], state: SamplingState) -> tuple[RowOutput, list[int]]:
+    """The row's draws, and its drafts that were right. Logits [1 + drafts, V]: of the last plain token and of each draft.
+
+    Where a draw after the first cannot be made, nothing is said of it: the next step will, as it would have without drafts.
+    """
+    parents, drafts = row.tree or [], row.tokens[len(row.tokens) - len(row.tree or ()) :]
+    if not finite[0]:
+        return RowOutput(error=NOT_FINITE), []
+    before = state.output_tokens
+
+    def draw(node: int) -> TokenOutput | None:
+        if node != ROOT:
+            state.append(drafts[node])
+        return sample(logits[node + 1], state, row.mask) if finite[node + 1] else None
+
+    tokens, path = walk(parents, drafts, draw, lambda token: token.id)
+    state.cut(before)  # the whole step has to succeed first
+    return (RowOutput(tokens) if tokens else RowOutput(error=NOTHING_ALLOWED)), path
 
 
 def _runs(pages: Iterable[int]) -> list[tuple[int, int]]:

@@ -11,50 +11,18 @@ lease nor a slot; the most senior running sequence is never preempted, so somebo
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from engine.cache.manager import CacheManager
-from engine.runtime.batch import FROM_PREVIOUS, PAGE_TOKENS, Row, SamplingSlot, StepInputs
+from engine.runtime.batch import PAGE_TOKENS, Row, SamplingSlot, StepInputs
 from engine.scheduler.pacing import Pacing
+from engine.scheduler.plan import Plan, PlannedRow, row_of
 from engine.scheduler.policy import LOW, Policy, rank, seniority
 from engine.scheduler.queue import WaitingQueue
 from engine.scheduler.sequence import NO_SLOT, Sequence
+from engine.speculation.draft import DraftTree
+from engine.speculation.speculation import Speculation, Wish
 
 LEADER_STALLS_S = 1.0  # nobody waits for a prefix whose computer has got nothing for so long
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedRow:
-    """`count` new tokens of a sequence from `start` on, and whether a draw follows them."""
-
-    sequence: Sequence
-    epoch: int
-    start: int
-    count: int
-    draws: bool
-    decode: bool  # the next token of a running answer, not part of a prompt or a recomputation
-
-    @property
-    def live(self) -> bool:
-        """Whether the sequence still wants what this row brings."""
-        return self.epoch == self.sequence.epoch
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """One step: the rows, the inputs made of them, and the requests that it is the first to touch."""
-
-    rows: list[PlannedRow]
-    inputs: StepInputs
-    first_of: list[int]
-
-    @property
-    def decode_tokens(self) -> int:
-        return sum(row.count for row in self.rows if row.decode)
-
-    @property
-    def prefill_tokens(self) -> int:
-        return sum(row.count for row in self.rows if not row.decode)
 
 
 class _Step:
@@ -73,10 +41,20 @@ class _Step:
 
 
 class Scheduler:
-    def __init__(self, cache: CacheManager, *, max_step_tokens: int, max_sequences: int, policy: Policy, pacing: Pacing) -> None:
+    def __init__(
+        self,
+        cache: CacheManager,
+        *,
+        max_step_tokens: int,
+        max_sequences: int,
+        policy: Policy,
+        pacing: Pacing,
+        speculation: Speculation | None = None,
+    ) -> None:
         self.cache = cache
         self.policy = policy
         self.pacing = pacing
+        self.speculation = speculation
         self.running: dict[int, Sequence] = {}
         self.waiting = WaitingQueue()
         self.preemptions = 0
@@ -116,7 +94,8 @@ class Scheduler:
         self._serve(step, [sequence for sequence in ready if rank(sequence) == LOW], low_waiting)
         if not step.counts:
             return None
-        rows = [self._planned(sequence, count) for sequence, count in step.counts.items()]
+        drafts = self._drafts(step)
+        rows = [self._planned(sequence, count, drafts.get(sequence.id)) for sequence, count in step.counts.items()]
         plan = self.dispatch(number, rows)
         for row in rows:
             self._served(row, now)
@@ -134,7 +113,7 @@ class Scheduler:
             if row.draws and not sequence.slot_open:
                 opened.append(sequence.sampling_slot())
                 sequence.slot_open = True
-            built.append(_row(row))
+            built.append(row_of(row))
             sequence.scheduled += row.count
             if row.draws:
                 sequence.in_flight += 1
@@ -145,13 +124,23 @@ class Scheduler:
         inputs = StepInputs(step=number, rows=built, opened=opened, closed=closed, copies=copies)
         return Plan(rows, inputs, list(dict.fromkeys(first_of)))
 
-    def confirm(self, row: PlannedRow, now: float) -> None:
-        """The row's tokens are in the cache, for others to share. Pages that fell out of a window go back."""
+    def confirm(self, row: PlannedRow, now: float, accepted: int = 0) -> None:
+        """The row's tokens, and `accepted` of its drafts, are in the cache for others to share. Pages not needed go back."""
         sequence = row.sequence
         assert sequence.lease is not None
-        sequence.computed += row.count
+        sequence.computed += row.count + accepted
+        sequence.scheduled += accepted
         sequence.in_flight -= row.draws
         self.cache.confirm(sequence.lease, sequence.computed, now)
+        if row.draft:
+            self.cache.shrink(sequence.lease, sequence.scheduled)
+
+    def observe(self, plan: Plan, ms: float) -> None:
+        """A step as planned took `ms`."""
+        answers = plan.decode_tokens + plan.drafted_tokens
+        self.pacing.observe(ms, answers, plan.prefill_tokens)
+        if self.speculation and answers and not plan.prefill_tokens:
+            self.speculation.observe(answers, ms)
 
     def rewind(self, plan: Plan) -> list[PlannedRow]:
         """Undo the submission of `plan`, which brought nothing: the rows still wanted, to be dispatched again if the caller likes.
@@ -310,6 +299,28 @@ class Scheduler:
         sequence.computed = sequence.scheduled = sequence.in_flight = 0
         sequence.epoch += 1
 
+    # --- drafts --------------------------------------------------------------------------------------------------------------
+
+    def _drafts(self, step: _Step) -> dict[int, DraftTree]:
+        """What is drafted for the answers of this step, in the room that it and the pages at hand leave."""
+        if self.speculation is None:
+            return {}
+        given = sum(step.counts.values())
+        decodes = [s for s, count in step.counts.items() if count == 1 and s.output_tokens and s.scheduled == len(s.tokens) - 1]
+        wishes = [Wish(s.id, s.tokens, self._draft_room(s)) for s in decodes if s.request.speculation]
+        trees = self.speculation.plan(wishes, len(decodes), given, self._max_step_tokens - given)
+        for sequence in decodes:
+            if (tree := trees.get(sequence.id)) and (lease := sequence.lease):
+                fits = tree.first(self.cache.room(lease) - sequence.scheduled - 1)
+                self.cache.extend(lease, sequence.scheduled + 1 + len(fits))
+                trees[sequence.id] = fits
+        return {sequence: tree for sequence, tree in trees.items() if len(tree)}
+
+    def _draft_room(self, sequence: Sequence) -> int:
+        """Nodes at most: a step brings one token more than drafts that were right."""
+        assert sequence.lease is not None
+        return min(sequence.limit - sequence.output_tokens, self.cache.room(sequence.lease) - sequence.scheduled) - 1
+
     # --- rows ----------------------------------------------------------------------------------------------------------------
 
     def _served(self, row: PlannedRow, now: float) -> None:
@@ -321,23 +332,11 @@ class Scheduler:
             sequence.cached_tokens = row.start
             self.hit_tokens += row.start
 
-    def _planned(self, sequence: Sequence, count: int) -> PlannedRow:
+    def _planned(self, sequence: Sequence, count: int, draft: DraftTree | None) -> PlannedRow:
         start = sequence.scheduled
         draws = start + count >= len(sequence.tokens)
         decode = count == 1 and draws and sequence.output_tokens + sequence.in_flight > 0
-        return PlannedRow(sequence, sequence.epoch, start, count, draws, decode)
-
-
-def _row(row: PlannedRow) -> Row:
-    sequence = row.sequence
-    assert sequence.lease is not None
-    return Row(
-        sequence=sequence.id,
-        tokens=sequence.tokens[row.start : row.start + row.count] or [FROM_PREVIOUS],
-        position=row.start,
-        pages=[list(pages) for pages in sequence.lease.pages],
-        sampling=sequence.slot if row.draws else -1,
-    )
+        return PlannedRow(sequence, sequence.epoch, start, count, draws, decode, draft)
 
 
 def _decodes(sequences: Iterable[Sequence], number: int) -> list[Sequence]:

@@ -40,6 +40,8 @@ class Sequence:
     last_served: float = 0.0  # last time that a step took tokens of it, at first its arrival
     leader: Sequence | None = None  # a running sequence that computes a prefix which this one waits to share ...
     leader_tokens: int = 0  # ... up to this many tokens
+    drafted_tokens: int = 0  # nodes of all its draft trees, and those that were right
+    accepted_tokens: int = 0
     cached_tokens: int = 0  # of the prompt, found in the cache when it first started
     first_scheduled: float | None = None
     first_token: float | None = None
@@ -97,4 +99,6 @@ class Sequence:
             queue_ms=(started - self.arrived) * 1e3,
             prefill_ms=(first - started) * 1e3,
             decode_ms=(last - first) * 1e3,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
         )

@@ -103,9 +103,9 @@ int32_t cavectl_grow(cavectl_engine* engine, const int64_t* pages, const int64_t
 }
 
 int32_t cavectl_step(cavectl_engine* engine, const int64_t* words, int64_t word_count, const double* numbers,
-                                    int64_t number_count, const uint8_t* masks, int64_t mask_bytes, int32_t max_rows, int32_t* status,
-                                    int32_t* token, double* logprob, int32_t max_top, int32_t* top_count, int32_t* top_ids,
-                                    double* top_logprobs, char* error) {
+                                    int64_t number_count, const uint8_t* masks, int64_t mask_bytes, int32_t max_rows, int32_t* drawn,
+                                    int32_t max_draws, int32_t* status, int32_t* token, double* logprob, int32_t max_top,
+                                    int32_t* top_count, int32_t* top_ids, double* top_logprobs, char* error) {
   return guarded(error, [&]() -> int32_t {
     cavectl::Step& step = engine->step;
     step.closed.clear();
@@ -117,18 +117,26 @@ int32_t cavectl_step(cavectl_engine* engine, const int64_t* words, int64_t word_
     const std::string wrong = engine->engine.read_step(words, word_count, numbers, number_count, masks, mask_bytes, step);
     if (!wrong.empty()) return fail(error, CAVECTL_INVALID, wrong.c_str());
     if (step.rows.size() > size_t(max_rows < 0 ? 0 : max_rows)) return fail(error, CAVECTL_INVALID, "more rows than room for results");
+    size_t most = 0;
+    for (const cavectl::StepRow& row : step.rows) most += row.most_draws();
+    if (most > size_t(max_draws < 0 ? 0 : max_draws)) return fail(error, CAVECTL_INVALID, "more draws than room for results");
     if (!engine->engine.run(step, engine->samples)) return fail(error, CAVECTL_MEMORY, "the system gave no memory for the step");
+    size_t n = 0;
     for (size_t r = 0; r < step.rows.size(); ++r) {
-      const cavectl::Sample& sample = engine->samples[r];
-      status[r] = sample.status;
-      token[r] = sample.token;
-      const cavectl::Slot* slot = engine->engine.slot(step.rows[r].slot);
-      logprob[r] = slot && slot->params.logprobs >= 0 ? sample.logprob : __builtin_nan("");
-      const size_t count = std::min(sample.top.size(), size_t(max_top < 0 ? 0 : max_top));
-      top_count[r] = int32_t(count);
-      for (size_t i = 0; i < count; ++i) {
-        top_ids[r * size_t(max_top) + i] = sample.top[i].first;
-        top_logprobs[r * size_t(max_top) + i] = sample.top[i].second;
+      const cavectl::StepRow& row = step.rows[r];
+      const cavectl::Slot* slot = engine->engine.slot(row.slot);
+      drawn[r] = int32_t(row.draws);
+      for (size_t draw = row.first_draw; draw < row.first_draw + row.draws; ++draw, ++n) {
+        const cavectl::Sample& sample = engine->samples[draw];
+        status[n] = sample.status;
+        token[n] = sample.token;
+        logprob[n] = slot->params.logprobs >= 0 ? sample.logprob : __builtin_nan("");
+        const size_t count = std::min(sample.top.size(), size_t(max_top < 0 ? 0 : max_top));
+        top_count[n] = int32_t(count);
+        for (size_t i = 0; i < count; ++i) {
+          top_ids[n * size_t(max_top) + i] = sample.top[i].first;
+          top_logprobs[n * size_t(max_top) + i] = sample.top[i].second;
+        }
       }
     }
     return 0;

@@ -26,14 +26,12 @@ void StepRun::plan() {
   for (size_t r = 0; r < step.rows.size(); ++r) {
     const StepRow& row = step.rows[r];
     all_single = all_single && row.count == 1;
-    for (size_t i = 0; i < row.count; ++i) {
-      row_of.push_back(r);
-      position_of.push_back(row.position + i);
-    }
+    place_tokens(r);
     if (row.slot >= 0) {
+      const size_t last = row.start + row.plain() - 1;
       sampled.push_back(r);
-      logit_of.push_back(engine.keep_logits ? row.start + row.count - 1 : wanted.size());
-      if (!engine.keep_logits) wanted.push_back(row.start + row.count - 1);
+      logit_of.push_back(engine.keep_logits ? last : wanted.size());
+      for (size_t t = last; !engine.keep_logits && t < row.start + row.count; ++t) wanted.push_back(t);
     }
   }
   if (engine.keep_logits) {
@@ -44,6 +42,27 @@ void StepRun::plan() {
   finished = std::make_unique<std::atomic<size_t>[]>(counters * most_kv_heads);
 }
 
+// Tokens are kept in the order of the row. A draft's position is one behind its parent's.
+void StepRun::place_tokens(size_t r) {
+  const StepRow& row = step.rows[r];
+  for (size_t i = 0; i < row.count; ++i) {
+    size_t position = row.position + i, parent = kAlone;
+    bool in_order = true;
+    if (i >= row.plain()) {
+      const int32_t node = row.parents[i - row.plain()];
+      if (node >= 0) parent = row.start + row.plain() + size_t(node);
+      position = parent == kAlone ? row.position + row.plain() : position_of[parent] + 1;
+      in_order = position == row.position + i && (parent == kAlone || straight[parent]);
+    }
+    row_of.push_back(r);
+    position_of.push_back(position);
+    slot_of.push_back(row.position + i);
+    straight.push_back(in_order);
+    parent_of.push_back(parent);
+    all_straight = all_straight && in_order;
+  }
+}
+
 void StepRun::plan_group(size_t group) {
   const size_t window = engine.model_.windows[group], threads = size_t(engine.pool_.threads());
   const size_t pieces_wanted = 4 * threads;
@@ -52,8 +71,9 @@ void StepRun::plan_group(size_t group) {
     const StepRow& row = step.rows[r];
     for (size_t i = 0; i < row.count; i += kBlockTokens) {
       AttentionTask task{r, row.start + i, std::min(kBlockTokens, row.count - i), 0, 0};
-      task.first_tile = task.whole_first = first_visible(row.position + i, window) / kTileTokens;
-      task.end_tile = task.whole_end = (row.position + i + task.tokens - 1) / kTileTokens + 1;
+      const auto first = position_of.begin() + ptrdiff_t(task.first_token), end = first + ptrdiff_t(task.tokens);
+      task.first_tile = task.whole_first = first_visible(*std::min_element(first, end), window) / kTileTokens;
+      task.end_tile = task.whole_end = *std::max_element(first, end) / kTileTokens + 1;
       const size_t tiles = task.end_tile - task.first_tile;
       if (row.count == 1 && threads > 1 && step.rows.size() * most_kv_heads < pieces_wanted) {
         task.parts = std::min(tiles / kLeastPartTiles, pieces_wanted);
@@ -90,12 +110,12 @@ void StepRun::turn(const Layer& layer, size_t token, float* x) const {
 
 void StepRun::write_keys(const Layer& layer, const KvPlane& plane, size_t token, float* scratch) {
   const Workspace& w = engine.work_;
-  const size_t d = layer.head_dim, stride = padded(layer.kv_heads * d), position = position_of[token];
-  const size_t page = size_t(step.rows[row_of[token]].pages[layer.group][position / kPageTokens]);
+  const size_t d = layer.head_dim, stride = padded(layer.kv_heads * d);
+  const SlotPlace place = place_of(step.rows[row_of[token]].pages[layer.group], slot_of[token]);
   for (size_t head = 0; head < layer.kv_heads; ++head) {
     memcpy(scratch, w.k.as<float>() + token * stride + head * d, d * sizeof(float));
     turn(layer, token, scratch);
-    engine.kernels_.write_kv(plane, head, page, position % kPageTokens, scratch, w.v.as<float>() + token * stride + head * d);
+    engine.kernels_.write_kv(plane, head, place.page, place.slot, scratch, w.v.as<float>() + token * stride + head * d);
   }
 }
 
@@ -130,9 +150,35 @@ void clear(const Softmax& total, size_t group, size_t width) {
 
 }  // namespace
 
+// The tile from position `start` on as `token` sees it: in `into`, pages of one head, with its path in the order of positions.
+Tile StepRun::path_tile(const KvPlane& plane, size_t token, size_t head, size_t start, const Tile& seen, KvPlane& into,
+                        Engine::Private& own) const {
+  static constexpr int32_t kInOrder[kTilePages] = {0, 1, 2, 3};
+  static_assert(kTilePages == 4, "a tile's pages are counted here");
+  into = plane;
+  into.kv_heads = 1;
+  into.pages = kTilePages;
+  into.k = own.path.as<uint8_t>();
+  into.v = into.k + kTilePages * key_head_bytes(into);
+  into.k_scale = into.v + kTilePages * value_head_bytes(into);
+  into.v_scale = into.k_scale + kTilePages * kPageTokens * sizeof(uint16_t);
+  for (int page = seen.low / kPageTokens; page * kPageTokens < seen.high; ++page) {
+    copy_head(plane, head, size_t(seen.pages[page]), into, 0, size_t(page));
+  }
+  const int32_t* pages = seen.pages - start / kPageTokens;
+  for (size_t t = token; t != kAlone && position_of[t] >= start + size_t(seen.low); t = parent_of[t]) {
+    const size_t position = position_of[t];
+    if (position >= start + size_t(seen.high) || slot_of[t] == position) continue;
+    const size_t at = position - start;
+    copy_slot(plane, head, place_of(pages, slot_of[t]), into, 0, {at / kPageTokens, at % kPageTokens});
+  }
+  return {kInOrder, seen.low, seen.high};
+}
+
 void StepRun::attend_tiles(const Layer& layer, const KvPlane& plane, const AttentionTask& task, size_t head, Engine::Private& own) {
   const size_t group = layer.heads / layer.kv_heads, width = padded(layer.head_dim), window = engine.model_.windows[layer.group];
-  const int32_t* pages = step.rows[task.row].pages[layer.group];
+  const StepRow& row = step.rows[task.row];
+  const int32_t* pages = row.pages[layer.group];
   for (size_t i = 0; i < task.tokens; ++i) load_queries(layer, task.first_token + i, head, own.q + i * group * width);
   if (task.parts == 1) clear({own.total.best, own.total.sum, own.total.values}, task.tokens * group, width);
   for (size_t tile = task.first_tile; tile < task.end_tile; ++tile) {
@@ -142,6 +188,14 @@ void StepRun::attend_tiles(const Layer& layer, const KvPlane& plane, const Atten
       if (position < start || first >= start + kTileTokens) continue;
       const Tile seen{pages + tile * kTilePages, int(std::max(first, start) - start), int(std::min<size_t>(position + 1 - start, kTileTokens))};
       const float* q = own.q + i * group * width;
+      if (!straight[task.first_token + i] && position >= row.position + row.plain() && start + kTileTokens > row.position + row.plain()) {
+        KvPlane path;
+        const Tile along = path_tile(plane, task.first_token + i, head, start, seen, path, own);
+        engine.kernels_.attend(path, 0, along, q, group, own.scores, own.tile);
+        engine.kernels_.merge({own.total.best + i * group, own.total.sum + i * group, own.total.values + i * group * width}, own.tile, group,
+                              layer.head_dim);
+        continue;
+      }
       if (task.parts > 1) {
         engine.kernels_.attend(plane, head, seen, q, group, own.scores, partial_of(task, tile, head));
         continue;

@@ -11,7 +11,7 @@
 extern "C" {
 #endif
 
-#define CAVECTL_ABI 1
+#define CAVECTL_ABI 2
 #define CAVECTL_ERROR_BYTES 512
 #define CAVECTL_INVALID (-1)  // the caller's input breaks a rule; nothing was changed
 #define CAVECTL_MEMORY (-2)   // the system gave no memory; all is as it was
@@ -71,12 +71,16 @@ int32_t cavectl_grow(cavectl_engine* engine, const int64_t* pages, const int64_t
 // One step. words (int64) describe it:
 //   n_closed, closed slots ..., n_opened, for each: its words (numbers come one after another in `numbers`),
 //   n_copies, (group, source, target) ...,
-//   n_rows, for each: position, n_tokens, sampling slot or -1, mask offset in `masks` or -1,
-//     tokens ... (a row's only token may be -1: the last one of its slot), then for each group: n_pages, pages ...
-// Results, for each row: status (sampler.h), token, logprob (NaN when its slot asks for none), and top_count[row] pairs at row * max_top of top_ids / top_logprobs.
+//   n_rows, for each: position, n_tokens, sampling slot or -1, mask offset in `masks` or -1, n_drafts,
+//     tokens ... (a row's only token may be -1: the last one of its slot), of its last n_drafts the parents (a draft's number or -1),
+//     then for each group: n_pages, pages ...
+// A row with drafts is drawn from after its last plain token, and on as long as what was drawn is a draft there; the keys and values
+// of drafts that were right then lie at their positions.
+// Results: drawn[row] draws of each row, and of all draws one after another: status (sampler.h), token, logprob (NaN when the slot asks
+// for none), and top_count pairs at draw * max_top of top_ids / top_logprobs.
 int32_t cavectl_step(cavectl_engine* engine, const int64_t* words, int64_t word_count, const double* numbers, int64_t number_count,
-                     const uint8_t* masks, int64_t mask_bytes, int32_t max_rows, int32_t* status, int32_t* token, double* logprob,
-                     int32_t max_top, int32_t* top_count, int32_t* top_ids, double* top_logprobs, char* error);
+                     const uint8_t* masks, int64_t mask_bytes, int32_t max_rows, int32_t* drawn, int32_t max_draws, int32_t* status,
+                     int32_t* token, double* logprob, int32_t max_top, int32_t* top_count, int32_t* top_ids, double* top_logprobs, char* error);
 
 // For tests and evaluation: from now on each step leaves the logits of all its tokens (not only of sampled ones); copy [tokens][vocab]
 // of the last step. 0 rows when not asked for.
@@ -85,6 +89,20 @@ int64_t cavectl_logits(cavectl_engine* engine, float* target, int64_t rows);
 
 // Bytes of memory that the engine itself holds (cache and workspace), without the packed file.
 int64_t cavectl_resident_bytes(cavectl_engine* engine);
+
+// --- drafts from the text itself (lookup.h) --------------------------------------------------------------------------------------------
+
+typedef struct cavectl_lookup cavectl_lookup;
+
+// An empty text; null when the system gives no memory.
+cavectl_lookup* cavectl_lookup_open(void);
+void cavectl_lookup_close(cavectl_lookup* text);
+int64_t cavectl_lookup_size(const cavectl_lookup* text);
+
+// Appends tokens, then drafts what may follow: nodes [most_nodes][3] receives token, parent and match of each. Returns how many nodes
+// there are, or CAVECTL_MEMORY.
+int64_t cavectl_lookup_propose(cavectl_lookup* text, const int32_t* tokens, uint64_t count, uint64_t most_nodes, uint64_t most_depth,
+                               uint64_t most_branches, uint64_t least_match, int32_t* nodes);
 
 // --- single operations, for tests (op_abi.cpp) ---------------------------------------------------------------------------------------
 

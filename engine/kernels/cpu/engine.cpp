@@ -3,16 +3,15 @@
 
 #include <cstring>
 
+#include "slots.h"
 #include "step_run.h"
 
 namespace cavectl {
 
 namespace {
 
-constexpr size_t kTypeBytes[kKvTypes] = {4, 2, 1};
-
-size_t key_page_bytes(const KvPlane& p) { return p.kv_heads * p.head_dim * kPageTokens * kTypeBytes[p.type]; }
-size_t value_page_bytes(const KvPlane& p) { return p.kv_heads * padded(p.head_dim) * kPageTokens * kTypeBytes[p.type]; }
+size_t key_page_bytes(const KvPlane& p) { return p.kv_heads * key_head_bytes(p); }
+size_t value_page_bytes(const KvPlane& p) { return p.kv_heads * value_head_bytes(p); }
 size_t scale_page_bytes(const KvPlane& p) { return p.type == kKvInt8 ? p.kv_heads * kPageTokens * sizeof(uint16_t) : 0; }
 
 // Calls f(pointer to the plane's part, bytes of a page) for each part that it has.
@@ -111,8 +110,38 @@ void Engine::copy_pages(const std::vector<PageCopy>& copies) {
   }
 }
 
+// All memory that drawing along a tree takes is taken here, by the caller's thread.
+void Engine::prepare_slots(const Step& step) {
+  for (const StepRow& row : step.rows) {
+    if (row.parents.empty()) continue;
+    Slot& slot = slots_[size_t(row.slot)];
+    slot.tokens.reserve(slot.tokens.size() + row.most_draws());
+    for (size_t i = row.plain(); i < row.count; ++i) slot.counts.try_emplace(step.tokens[row.start + i], 0);
+  }
+}
+
+void Engine::take_draws(const Step& step, const std::vector<Sample>& samples) {
+  for (const StepRow& row : step.rows) {
+    if (row.slot < 0) continue;
+    Slot& slot = slots_[size_t(row.slot)];
+    for (size_t i = 0; i < row.draws; ++i) {
+      const Sample& sample = samples[row.first_draw + i];
+      if (sample.status == kSampled) slot.append(sample.token);
+    }
+    for (size_t i = row.plain(); i < row.count; ++i) {
+      const auto found = slot.counts.find(step.tokens[row.start + i]);
+      if (found != slot.counts.end() && !found->second) slot.counts.erase(found);
+    }
+  }
+}
+
 bool Engine::run(Step& step, std::vector<Sample>& samples) {
-  samples.assign(step.rows.size(), Sample{});
+  size_t draws = 0;
+  for (StepRow& row : step.rows) {
+    row.first_draw = draws;
+    draws += row.most_draws();
+  }
+  samples.assign(draws, Sample{});
   StepRun run(*this, step, samples);
   run.plan();
   logit_rows_ = 0;  // their memory may go
@@ -122,13 +151,12 @@ bool Engine::run(Step& step, std::vector<Sample>& samples) {
   for (int32_t slot : step.closed) slots_[size_t(slot)] = Slot{};
   for (OpenedSlot& opened : step.opened) slots_[size_t(opened.index)] = std::move(opened.slot);
   copy_pages(step.copies);
+  prepare_slots(step);
   if (!step.rows.empty()) {
     pool_.run([](void* context, Pool::Lane& lane) { static_cast<StepRun*>(context)->work(lane); }, &run);
     logit_rows_ = run.wanted.size();
   }
-  for (size_t r = 0; r < step.rows.size(); ++r) {
-    if (samples[r].status == kSampled) slots_[size_t(step.rows[r].slot)].append(samples[r].token);
-  }
+  take_draws(step, samples);
   return true;
 }
 

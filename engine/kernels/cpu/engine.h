@@ -16,9 +16,14 @@ namespace cavectl {
 
 struct StepRow {
   size_t position = 0, start = 0, count = 0;  // its tokens are start .. start + count - 1 of the step
+  std::vector<int32_t> parents;               // of its last tokens, which are drafts: one of them, or -1 for the last plain token
+  size_t first_draw = 0, draws = 0;           // its samples; draws: how many there are after the step
   int32_t slot = -1;
   const uint8_t* mask = nullptr;
   std::vector<const int32_t*> pages;  // of each group
+
+  size_t plain() const { return count - parents.size(); }
+  size_t most_draws() const { return slot < 0 ? 0 : parents.size() + 1; }
 };
 
 struct PageCopy {
@@ -110,6 +115,8 @@ class Engine {
   bool allocate(const std::vector<size_t>& pages, std::vector<GroupCache>& caches) const;
   void release_planes(std::vector<GroupCache>& caches) const;
   void copy_pages(const std::vector<PageCopy>& copies);
+  void prepare_slots(const Step& step);
+  void take_draws(const Step& step, const std::vector<Sample>& samples);
   bool prepare(const Step& step, size_t sampled);
 
   Model model_;

@@ -18,11 +18,11 @@ import platformdirs
 from engine.errors import CavectlError
 from engine.kernels.cpu.build import NAME, SOURCES, BuildError, cached_library
 
-ABI = 1
+ABI = 2
 
 _P, _I32, _I64, _U32, _U64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32, ctypes.c_uint64
 _S, _INT32, _DOUBLE = ctypes.c_char_p, ctypes.POINTER(ctypes.c_int32), ctypes.POINTER(ctypes.c_double)
-# of a step: status, token, logprob, max_top, top_count, top_ids, top_logprobs
+# of draws: status, token, logprob, max_top, top_count, top_ids, top_logprobs
 _RESULTS = (_INT32, _INT32, _DOUBLE, _I32, _INT32, _INT32, _DOUBLE)
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "cavectl_abi": (_I32, ()),
@@ -34,10 +34,14 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "cavectl_open": (_P, (_P, _U64, _P, _U64, _P, _I32, _I32, _S, _P)),
     "cavectl_close": (None, (_P,)),
     "cavectl_grow": (_I32, (_P, _P, _P, _P, _I32, _P)),
-    "cavectl_step": (_I32, (_P, _P, _I64, _P, _I64, _P, _I64, _I32, *_RESULTS, _P)),
+    "cavectl_step": (_I32, (_P, _P, _I64, _P, _I64, _P, _I64, _I32, _INT32, _I32, *_RESULTS, _P)),
     "cavectl_keep_logits": (_I32, (_P, _I32)),
     "cavectl_logits": (_I64, (_P, _P, _I64)),
     "cavectl_resident_bytes": (_I64, (_P,)),
+    "cavectl_lookup_open": (_P, ()),
+    "cavectl_lookup_close": (None, (_P,)),
+    "cavectl_lookup_size": (_I64, (_P,)),
+    "cavectl_lookup_propose": (_I64, (_P, _P, _U64, _U64, _U64, _U64, _U64, _INT32)),
     "cavectl_op_quantise": (_I32, (_S, _P, _U64, _U64, _P, _P, _P)),
     "cavectl_op_matmul": (_I32, (_S, _P, _P, _U64, _U64, _I32, _P, _P)),
     "cavectl_op_feed": (_I32, (_S, _P, _P, _U32, _P, _U64, _U64, _P, _P)),

@@ -80,7 +80,9 @@ bool adjust(const Slot& slot, const uint8_t* allowed, size_t n, SampleScratch& s
     penalise_repeated(slot, scratch.seen, to);
   }
   if (p.presence_penalty != 0 || p.frequency_penalty != 0) {
-    for (const auto& [id, count] : slot.counts) to.set(id, to.scores[id] - (p.presence_penalty + p.frequency_penalty * count));
+    for (const auto& [id, count] : slot.counts) {
+      if (count) to.set(id, to.scores[id] - (p.presence_penalty + p.frequency_penalty * count));
+    }
   }
   if (int64_t(slot.tokens.size() - slot.prompt_tokens) < p.min_tokens) {
     for (int32_t id : p.stop_ids) to.scores[id] = kNone;

@@ -29,11 +29,15 @@ struct Slot {
   SlotParams params;
   std::vector<int32_t> tokens;  // prompt, then output
   size_t prompt_tokens = 0;
-  std::unordered_map<int32_t, int32_t> counts;  // of output tokens
+  std::unordered_map<int32_t, int32_t> counts;  // of output tokens; 0 of what may become one in this step
 
   void append(int32_t token) {
     tokens.push_back(token);
     ++counts[token];
+  }
+  void take_back() {
+    --counts[tokens.back()];
+    tokens.pop_back();
   }
 };
 

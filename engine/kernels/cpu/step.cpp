@@ -48,6 +48,8 @@ bool StepRun::need_memory() {
           floats(own->s, few * blocks) && floats(own->s16, 2 * few * blocks) && floats(own->i, few * blocks) &&
           floats(own->i16, 2 * few * blocks) && own->loose.need(2 * loose_room(columns)) &&
           floats(own->heads, (2 * heads + most_group + 1) * most_width + most_group * kTileTokens + 2 * (heads + most_group));
+    const size_t slot_bytes = 2 * (padded(most_width) * sizeof(float) + sizeof(uint16_t));
+    had = had && (all_straight || own->path.need(kTileTokens * slot_bytes));
     if (!had) return false;
     float* at = own->heads.as<float>();
     own->q = at;
@@ -65,10 +67,13 @@ bool StepRun::need_memory() {
 
 void StepRun::need_top() {
   for (size_t r : sampled) {
+    const StepRow& row = step.rows[r];
     const int32_t index = step.rows[r].slot;
     const Slot* slot = &engine.slots_[size_t(index)];
     for (const OpenedSlot& opened : step.opened) slot = opened.index == index ? &opened.slot : slot;
-    if (slot->params.logprobs > 0) samples[r].top.reserve(std::min(size_t(slot->params.logprobs), engine.model_.vocab));
+    for (size_t i = 0; slot->params.logprobs > 0 && i < row.most_draws(); ++i) {
+      samples[row.first_draw + i].top.reserve(std::min(size_t(slot->params.logprobs), engine.model_.vocab));
+    }
   }
 }
 
@@ -193,13 +198,48 @@ void StepRun::sample_rows(Lane& lane) {
     });
   }
   engine.pool_.share(lane, sampled.size(), 1, [&](size_t first, size_t end) {
-    for (size_t n = first; n < end; ++n) {
-      const StepRow& row = step.rows[sampled[n]];
-      const float* logits = engine.work_.logits.as<float>() + logit_of[n] * width;
-      sample(logits, int32_t(model.vocab), engine.slots_[size_t(row.slot)], row.mask, engine.scratch_[size_t(lane.worker)],
-             samples[sampled[n]]);
-    }
+    for (size_t n = first; n < end; ++n) draw(n, engine.scratch_[size_t(lane.worker)]);
   });
+}
+
+// Draws after the last plain token, and on along the tree as long as what is drawn was drafted there.
+void StepRun::draw(size_t n, SampleScratch& scratch) {
+  StepRow& row = step.rows[sampled[n]];
+  Slot& slot = engine.slots_[size_t(row.slot)];
+  const size_t vocab = engine.model_.vocab, width = padded(vocab);
+  const int32_t* drafts = step.tokens.data() + row.start + row.plain();
+  const size_t before = slot.tokens.size();
+  size_t length = 0;
+  int32_t node = -1;
+  for (;;) {
+    const float* logits = engine.work_.logits.as<float>() + (logit_of[n] + size_t(node + 1)) * width;
+    Sample& found = samples[row.first_draw + row.draws];
+    sample(logits, int32_t(vocab), slot, row.mask, scratch, found);
+    if (found.status != kSampled && row.draws) break;  // the next step will say what is wrong, as it would have without drafts
+    ++row.draws;
+    if (found.status != kSampled) break;
+    int32_t child = node + 1;
+    while (child < int32_t(row.parents.size()) && !(row.parents[size_t(child)] == node && drafts[child] == found.token)) ++child;
+    if (child == int32_t(row.parents.size())) break;
+    slot.append(found.token);
+    node = child;
+    keep(row, length++, size_t(node));
+  }
+  while (slot.tokens.size() > before) slot.take_back();  // the whole step has to succeed first
+}
+
+// Draft `node` was right and is the row's `length`th: its keys and values move to where its position says.
+void StepRun::keep(const StepRow& row, size_t length, size_t node) {
+  const size_t behind = row.position + row.plain();
+  if (length == node) return;
+  for (size_t i = 0; i < engine.model_.layers.size(); ++i) {
+    const Layer& layer = engine.model_.layers[i];
+    const KvPlane& plane = engine.caches_[layer.group].planes[engine.plane_of_layer_[i]];
+    const int32_t* pages = row.pages[layer.group];
+    for (size_t head = 0; head < layer.kv_heads; ++head) {
+      copy_slot(plane, head, place_of(pages, behind + node), plane, head, place_of(pages, behind + length));
+    }
+  }
 }
 
 }  // namespace cavectl

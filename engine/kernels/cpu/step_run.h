@@ -1,10 +1,12 @@
 // One step under way: what all threads share, and what each works in alone. Internal to step.cpp, attention.cpp and engine.cpp.
 #pragma once
 #include "engine.h"
+#include "slots.h"
 
 namespace cavectl {
 
 constexpr size_t kFewTokens = 4;    // so few are normed and quantised by every thread for itself, which saves a barrier
+constexpr size_t kAlone = SIZE_MAX;
 constexpr size_t kBlockTokens = 8;  // prompt tokens that go through a tile of keys together
 
 // A piece of attention: some tokens of a row over some tiles, for each kv head.
@@ -18,6 +20,7 @@ struct AttentionTask {
 };
 
 struct Engine::Private {
+  Buffer path;                      // a tile of one head, as a draft off the first branch sees it
   Buffer f, i8, d, s, s16, i, i16;  // activations of few tokens
   Buffer loose;                     // two panels
   Buffer heads;                     // queries, running and tile softmax, scores
@@ -63,10 +66,12 @@ struct StepRun {
   std::vector<size_t> sampled;   // rows that are sampled, and
   std::vector<size_t> logit_of;  // for each of them, which of `wanted`
   std::vector<std::vector<AttentionTask>> tasks;  // of each group
-  std::vector<size_t> row_of, position_of;        // of each token
+  std::vector<size_t> row_of, position_of, slot_of;  // of each token: logical position, and which of the row's slots it is kept in
+  std::vector<uint8_t> straight;                     // of each token: whether all it sees is kept where its position says
+  std::vector<size_t> parent_of;                     // of each token: the draft before it, kAlone: none
   std::unique_ptr<std::atomic<size_t>[]> finished;  // pieces of a token and kv head that are done, over all layers
   size_t counters = 0;
-  bool all_single = true;
+  bool all_single = true, all_straight = true;
   size_t most_kv_heads = 0, most_group = 0, most_width = 0, most_rope = 0;
 
   size_t tokens() const { return step.tokens.size(); }
@@ -87,6 +92,11 @@ struct StepRun {
   void load_queries(const Layer& layer, size_t token, size_t head, float* q);
   void store_mixed(const Layer& layer, size_t token, size_t head, const Softmax& total);
   void turn(const Layer& layer, size_t token, float* x) const;
+  void place_tokens(size_t row);
+  Tile path_tile(const KvPlane& plane, size_t token, size_t head, size_t start, const Tile& seen, KvPlane& into, Engine::Private& own) const;
+  SlotPlace place_of(const int32_t* pages, size_t slot) const { return {size_t(pages[slot / kPageTokens]), slot % kPageTokens}; }
+  void draw(size_t n, SampleScratch& scratch);
+  void keep(const StepRow& row, size_t length, size_t node);
   Softmax partial_of(const AttentionTask& task, size_t tile, size_t head) const;
   Inputs inputs(Lane& lane, const float* x, size_t stride, size_t columns, const Vector* norm, float epsilon, bool integers,
                 const std::vector<size_t>* which = nullptr);

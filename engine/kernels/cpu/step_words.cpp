@@ -137,6 +137,7 @@ struct StepReader {
     const int64_t position = words.next();
     const size_t count = words.count();
     const int64_t slot = words.next(), mask = words.next();
+    const size_t drafts = words.count();
     if (words.short_of() || int64_t(count) > words.left()) return kTooShort;
     if (position < 0 || position > INT32_MAX - int64_t(count)) return "a row has a negative position, or one too large";
     const Slot* state = nullptr;
@@ -156,6 +157,7 @@ struct StepReader {
       row.mask = masks + mask;
     }
     std::string wrong = read_tokens(row, state);
+    if (wrong.empty() && drafts) wrong = read_tree(row, drafts);
     if (wrong.empty()) wrong = read_pages(row);
     step.rows.push_back(std::move(row));
     return wrong;
@@ -174,6 +176,18 @@ struct StepReader {
       step.tokens.push_back(int32_t(token));
     }
     return row.count ? "" : "a row has no tokens, or one outside the vocabulary of " + number(int64_t(engine.model().vocab));
+  }
+
+  std::string read_tree(StepRow& row, size_t drafts) {
+    if (drafts >= row.count) return "a draft tree must follow a plain token, parents before children";
+    if (row.slot < 0) return "a draft tree needs a sampling slot";
+    if (row.mask) return "a draft tree and a mask do not go together";
+    for (size_t i = 0; i < drafts; ++i) {
+      const int64_t parent = words.next();
+      if (parent < -1 || parent >= int64_t(i)) return "a draft tree must follow a plain token, parents before children";
+      row.parents.push_back(int32_t(parent));
+    }
+    return words.short_of() ? kTooShort : "";
   }
 
   std::string read_pages(const StepRow& row) {

@@ -39,6 +39,7 @@ class ReferenceOps:
     rotate = staticmethod(rope.rotate)
     write_kv = staticmethod(cache.write_kv)
     copy_pages = staticmethod(cache.copy_pages)
+    copy_slots = staticmethod(cache.copy_slots)
     attend = staticmethod(attention.attend)
     recur = staticmethod(recurrence.recur)
     write_states = staticmethod(recurrence.write_states)

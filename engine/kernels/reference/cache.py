@@ -40,6 +40,11 @@ def copy_pages(plane: Tensor, sources: Tensor, targets: Tensor) -> None:
     plane[targets] = plane[sources]
 
 
+def copy_slots(plane: Tensor, sources: Tensor, targets: Tensor) -> None:
+    flat = plane.flatten(0, 1)
+    flat[targets] = flat[sources]
+
+
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     """[T, Hk, D] -> int8 values [T, Hk, D] and float16 scales [T, Hk]."""
     wide = x.to(torch.float32)

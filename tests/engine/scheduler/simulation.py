@@ -11,8 +11,9 @@ from engine.cache.layout import CacheLayout
 from engine.cache.manager import CacheManager
 from engine.cache.radix import Namespace
 from engine.scheduler.pacing import Pacing
+from engine.scheduler.plan import Plan
 from engine.scheduler.policy import Policy
-from engine.scheduler.scheduler import Plan, Scheduler
+from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import Sequence
 from engine.types import EngineRequest, Priority
 from tests.fixtures.scripted_executor import layout_of

@@ -9,7 +9,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.scheduler.scheduler import Plan
+from engine.scheduler.plan import Plan
 from tests.engine.scheduler.simulation import Simulation, make_scheduler, make_sequence
 
 AGING_S = 5.0

@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.cache.blocks import pages_for
 from engine.runtime.batch import FROM_PREVIOUS, NO_PAGE, PAGE_TOKENS
+from engine.scheduler.plan import Plan
 from engine.scheduler.policy import seniority
-from engine.scheduler.scheduler import Plan
 from tests.engine.scheduler.simulation import Simulation, counts_of, make_scheduler, make_sequence
 from tests.fixtures.scripted_executor import Kind, layout_of
 

@@ -125,6 +125,9 @@ StepWords good_step(Random& random, const tiny::Shape& shape) {
     row.tokens = some(random, shape.vocab, random.below(3) ? 1 : 1 + random.below(12));
     row.slot = sampled ? int64_t(r) : -1;
     row.mask = sampled && random.below(3) == 0 ? 0 : -1;
+    if (sampled && row.mask < 0 && row.tokens.size() > 1 && random.below(2)) {
+      for (size_t i = 0, end = 1 + random.below(row.tokens.size() - 1); i < end; ++i) row.parents.push_back(int64_t(random.below(i + 1)) - 1);
+    }
     row.pages.assign(groups, {int64_t(2 * r), int64_t(2 * r + 1)});
     step.rows.push_back(row);
   }

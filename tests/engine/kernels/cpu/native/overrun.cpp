@@ -22,7 +22,7 @@ int race() {
   cavectl_engine* engine = cavectl_open(model.packed.data(), model.packed.size(), model.plan.data(), model.plan.size(), pages, 1, 3,
                                         "scalar", results.error);
   tiny::StepWriter step;
-  for (int64_t row = 0; row < 8; ++row) step.rows.push_back({0, {row, row + 1, row + 2}, -1, -1, {{0}}});
+  for (int64_t row = 0; row < 8; ++row) step.rows.push_back({0, {row, row + 1, row + 2}, -1, -1, {}, {{0}}});
   for (int i = 0; i < 50; ++i) results.run(engine, step.write());
   cavectl_close(engine);
   return 0;

@@ -106,10 +106,11 @@ class Life {
     for (int32_t status : results_.status) {
       if (status > 1) die("step", "a row was not sampled");
     }
+    digest_.add(results_.drawn.data(), results_.drawn.size() * 4);
     digest_.add(results_.status.data(), results_.status.size() * 4);
     digest_.add(results_.token.data(), results_.token.size() * 4);
     digest_.add(results_.logprob.data(), results_.logprob.size() * 8);
-    for (size_t r = 0; r < size_t(kRows); ++r) {
+    for (size_t r = 0; r < size_t(results_.max_draws); ++r) {
       digest_.add(results_.top_ids.data() + r * kTop, size_t(results_.top_count[r]) * 4);
       digest_.add(results_.top_logprobs.data() + r * kTop, size_t(results_.top_count[r]) * 8);
     }

@@ -21,6 +21,7 @@ struct RowWords {
   int64_t position = 0;
   std::vector<int64_t> tokens;
   int64_t slot = -1, mask = -1;
+  std::vector<int64_t> parents;             // of its last tokens, which are drafts
   std::vector<std::vector<int64_t>> pages;  // of each group
 };
 
@@ -58,8 +59,9 @@ class StepWriter {
     for (const auto& copy : copies) add(copy);
     add({int64_t(rows.size())});
     for (const RowWords& row : rows) {
-      add({row.position, int64_t(row.tokens.size()), row.slot, row.mask});
+      add({row.position, int64_t(row.tokens.size()), row.slot, row.mask, int64_t(row.parents.size())});
       add(row.tokens);
+      add(row.parents);
       for (const auto& pages : row.pages) {
         add({int64_t(pages.size())});
         add(pages);
@@ -75,22 +77,26 @@ class StepWriter {
   std::vector<double> numbers_;
 };
 
+constexpr int32_t kMostDrafts = 11;
+
 struct Results {
   Results(int32_t rows, int32_t top)
-      : max_rows(rows), max_top(top), status(size_t(rows)), token(size_t(rows)), top_count(size_t(rows)), logprob(size_t(rows)) {
-    top_ids.resize(size_t(rows) * size_t(top));
+      : max_rows(rows), max_draws(rows * (kMostDrafts + 1)), max_top(top), drawn(size_t(rows)) {
+    for (auto* each : {&status, &token, &top_count}) each->resize(size_t(max_draws));
+    logprob.resize(size_t(max_draws));
+    top_ids.resize(size_t(max_draws) * size_t(top));
     top_logprobs.resize(top_ids.size());
   }
 
   int32_t run(cavectl_engine* engine, const StepWords& step) {
     error[0] = 0;
     return cavectl_step(engine, step.words.data(), int64_t(step.words.size()), step.numbers.data(), int64_t(step.numbers.size()),
-                        step.masks.data(), int64_t(step.masks.size()), max_rows, status.data(), token.data(), logprob.data(),
-                        max_top, top_count.data(), top_ids.data(), top_logprobs.data(), error);
+                        step.masks.data(), int64_t(step.masks.size()), max_rows, drawn.data(), max_draws, status.data(),
+                        token.data(), logprob.data(), max_top, top_count.data(), top_ids.data(), top_logprobs.data(), error);
   }
 
-  int32_t max_rows, max_top;
-  std::vector<int32_t> status, token, top_count, top_ids;
+  int32_t max_rows, max_draws, max_top;
+  std::vector<int32_t> drawn, status, token, top_count, top_ids;
   std::vector<double> logprob, top_logprobs;
   char error[CAVECTL_ERROR_BYTES] = {};
 };
