@@ -23,6 +23,7 @@ def stats_lines(final: dict[str, Any], loaded: dict[str, Any]) -> list[str]:
         *_phase("eval", final.get("eval_count"), final.get("eval_duration")),
         ("ttft", _milliseconds(timings.get("ttft_ms"))),
         ("cached prompt tokens", _count(timings.get("cache_n"))),
+        ("drafted tokens", _drafted(timings)),
         ("queue wait", _milliseconds(timings.get("queue_ms"))),
         ("peak device memory", size(peak) if (peak := loaded.get("peak_device_bytes")) else None),
         ("context used", _context(final, loaded)),
@@ -58,6 +59,12 @@ def _phase(name: str, count: Any, nanoseconds: Any) -> list[tuple[str, str | Non
 
 def _count(value: Any) -> str | None:
     return None if value is None else f"{value} token(s)"
+
+
+def _drafted(timings: dict[str, Any]) -> str | None:
+    """What speculation guessed, and how much of it was right; nothing where it guessed nothing."""
+    drafted, accepted = timings.get("draft_n"), timings.get("draft_n_accepted")
+    return f"{drafted} token(s), {accepted} right ({accepted / drafted:.0%})" if drafted and accepted is not None else None
 
 
 def _seconds(nanoseconds: Any) -> str | None:

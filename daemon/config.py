@@ -73,6 +73,7 @@ class Settings:
     watchdog_s: float = _key(60.0, low=0.1, high=86400)  # a worker with requests that is silent for so long hangs, and is killed
     target_itl_ms: float = _key(50.0, low=1.0, high=60_000)  # time between two tokens of a stream that prompt chunks are cut for
     priority_aging_s: float = _key(30.0, low=0.1, high=86400)  # a request that waited so long counts one priority class up
+    speculation: bool = _key(True)  # whether tokens are drafted, and several checked in one step, where that pays
     prefix_cache: bool = _key(True)  # whether prompts share what they begin with alike
     chat_retention_s: float = _key(1800.0, low=0.0, high=30 * 86400)  # how long an unused prefix of a chat stays cached ...
     rest_retention_s: float = _key(300.0, low=0.0, high=30 * 86400)  # ... and any other; sooner gone where space is needed

@@ -184,6 +184,7 @@ class _Run:
             salt=request.cache_salt,
             retention=request.retention,
             pin=request.pin_prompt,
+            speculation=request.speculation,
         )
 
     def _check_ids(self, field: str, ids: Sequence[int] | dict[int, float]) -> None:
@@ -201,6 +202,8 @@ class _Run:
             prompt_tokens=len(self._prompt.ids),
             cached_tokens=min((usage.cached_tokens for usage in usages), default=0),
             output_tokens=sum(choice.tokens for choice in self._choices),
+            drafted_tokens=sum(usage.drafted_tokens for usage in usages),
+            accepted_tokens=sum(usage.accepted_tokens for usage in usages),
             queue_ms=min((usage.queue_ms for usage in usages), default=0.0),
             prompt_ms=min((usage.prefill_ms for usage in usages), default=(first - self._submitted) * 1e3),
             predicted_ms=max((usage.decode_ms for usage in usages), default=(last - first) * 1e3),

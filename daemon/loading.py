@@ -81,6 +81,7 @@ def _worker_config(model: LoadedModel, settings: Settings, memory_bytes: int) ->
         target_step_ms=settings.target_itl_ms,
         aging_s=settings.priority_aging_s,
         prefix_cache=settings.prefix_cache,
+        speculation=settings.speculation,
         chat_retention_s=settings.chat_retention_s,
         rest_retention_s=settings.rest_retention_s,
         model_digest=record.digest,

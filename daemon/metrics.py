@@ -33,6 +33,8 @@ class EngineTotals:
     preemptions: int = 0
     evicted_pages: int = 0
     accounting_errors: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     watchdog_kills: int = 0
     restarts: int = 0
 
@@ -43,6 +45,8 @@ class EngineTotals:
             self.preemptions += worker.stats.preemptions
             self.evicted_pages += worker.stats.evicted_pages
             self.accounting_errors += worker.stats.accounting_errors
+            self.drafted_tokens += worker.stats.drafted_tokens
+            self.accepted_tokens += worker.stats.accepted_tokens
 
 
 @dataclass(slots=True)
@@ -91,6 +95,8 @@ def _engine_rows(engines: Sequence[EngineStats], gone: EngineTotals) -> list[str
     preemptions = gone.preemptions + sum(s.preemptions for s in engines)
     evicted = gone.evicted_pages + sum(s.evicted_pages for s in engines)
     wrong = gone.accounting_errors + sum(s.accounting_errors for s in engines)
+    drafted = gone.drafted_tokens + sum(s.drafted_tokens for s in engines)
+    accepted = gone.accepted_tokens + sum(s.accepted_tokens for s in engines)
     by_state = [(f'{{state="{state}"}}', count) for state, count in pages.items()]
     return [
         _counter("llamacpp:n_decode_total", "Engine steps", gone.steps + sum(s.step for s in engines)),
@@ -99,6 +105,8 @@ def _engine_rows(engines: Sequence[EngineStats], gone: EngineTotals) -> list[str
         _counter("cavectl:preemptions_total", "Requests that gave their pages to others", preemptions),
         _counter("cavectl:evicted_pages_total", "Cached pages dropped for their space", evicted),
         _counter("cavectl:accounting_errors_total", "Checks that found the cache's accounts wrong", wrong),
+        _counter("cavectl:drafted_tokens_total", "Tokens that speculation guessed", drafted),
+        _counter("cavectl:accepted_tokens_total", "Guessed tokens that were right", accepted),
         _counter("cavectl:watchdog_kills_total", "Workers killed because they hung", gone.watchdog_kills),
         _counter("cavectl:worker_restarts_total", "Workers started in place of dead ones", gone.restarts),
         _gauge("cavectl:models_loaded", "Models in memory", len(engines)),

@@ -38,6 +38,7 @@ class NativeRequest(msgspec.Struct, frozen=True, kw_only=True):
     ctx: int | None = None  # None: all that the model was loaded with
     keep_alive_s: float | None = None
     cache_salt: str = ""  # only requests with the same one share what is cached
+    speculation: bool = True  # whether tokens may be drafted; the answer is the same
     pin_prompt: bool | None = None  # whether the prompt stays cached for ever; None: as it is
     retention: Retention = "rest"
 
@@ -88,12 +89,15 @@ class Finished:
 class Summary:
     """The last event. Counts tokens, never events; times in milliseconds.
 
-    `prompt_ms`: first scheduled to first token; `predicted_ms`: first token to last; `ttft_ms`: arrival here to first token.
+    `drafted_tokens` are what speculation guessed, of which `accepted_tokens` were right. `prompt_ms`: first scheduled to first
+    token; `predicted_ms`: first token to last; `ttft_ms`: arrival here to first token.
     """
 
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int
     queue_ms: float
     prompt_ms: float
     predicted_ms: float

@@ -44,6 +44,7 @@ _OURS = [
     Field("priority", OneOf(("high", "normal", "low"))),
     Field("cache_salt", Str(256)),
     Field("pin_prompt", Flag()),
+    Field("speculation", Flag()),
 ]
 
 # --- OpenAI -----------------------------------------------------------------------------------------------------------------------

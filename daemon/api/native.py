@@ -228,6 +228,7 @@ def _loaded(model: LoadedModel) -> dict[str, Any]:
         "pid": worker.pid if worker is not None else None,
         "backend": info.backend if info is not None else "",
         "device": info.device if info is not None else "",
+        "drafter": info.drafter if info is not None else "",
         "degraded": info.degraded if info is not None else [],
         "load_ms": model.load_ms,
         **(_engine(worker.stats) if worker is not None and worker.stats is not None else {}),
@@ -249,4 +250,6 @@ def _engine(stats: EngineStats) -> dict[str, Any]:
         "hit_tokens": stats.hit_tokens,
         "evicted_pages": stats.evicted_pages,
         "accounting_errors": stats.accounting_errors,
+        "drafted_tokens": stats.drafted_tokens,
+        "accepted_tokens": stats.accepted_tokens,
     }

@@ -61,6 +61,7 @@ def _common(fields: Fields) -> dict[str, Any]:
         "keep_alive_s": fields.get("keep_alive"),
         "cache_salt": fields.get("cache_salt", default=""),
         "pin_prompt": fields.get("pin_prompt"),
+        "speculation": fields.get("speculation", default=True),
     }
 
 

@@ -42,6 +42,8 @@ def timings_of(summaries: Sequence[Summary]) -> dict[str, float]:
         "predicted_ms": predicted_ms,
         "predicted_per_token_ms": predicted_ms / decoded if decoded else 0.0,
         "predicted_per_second": 1e3 * decoded / predicted_ms if predicted_ms else 0.0,
+        "draft_n": sum(s.drafted_tokens for s in summaries),
+        "draft_n_accepted": sum(s.accepted_tokens for s in summaries),
         "ttft_ms": max((s.ttft_ms for s in summaries), default=0.0),
         "queue_ms": max((s.queue_ms for s in summaries), default=0.0),
     }

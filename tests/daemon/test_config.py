@@ -61,7 +61,13 @@ def test_settings_are_frozen_and_every_key_has_an_origin(environ: dict[str, str]
 
 def test_every_key_can_be_set_in_every_place(environ: dict[str, str], tmp_path: Path) -> None:
     samples: dict[type, Any] = {int: 1234, float: 12.5, str: "debug", tuple: ("a", "b")}
-    exact: dict[str, Any] = {"backend": "cpu", "kv_dtype": "int8", "template_memory_bytes": 2**26, "prefix_cache": False}
+    exact: dict[str, Any] = {
+        "backend": "cpu",
+        "kv_dtype": "int8",
+        "template_memory_bytes": 2**26,
+        "prefix_cache": False,
+        "speculation": False,
+    }
     defaults = resolve({}, environ)
     for name in (name for name in KEYS if not isinstance(getattr(defaults, name), Path)):
         value = exact[name] if name in exact else samples[type(getattr(defaults, name))]
