@@ -59,10 +59,20 @@ class Drive:
     def now(self) -> float:
         return self._clock()
 
-    def add(self, prompt: list[int], max_tokens: int, *, priority: Priority = "normal", client: str = "") -> Stream:
-        """A greedy request that arrives now and ends by length only."""
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        *,
+        priority: Priority = "normal",
+        client: str = "",
+        sampling: SamplingParams = GREEDY,
+    ) -> Stream:
+        """A request that arrives now and ends by length only."""
         number = len(self.streams)
-        request = EngineRequest(id=number, prompt=prompt, max_tokens=max_tokens, sampling=GREEDY, priority=priority, client=client)
+        request = EngineRequest(
+            id=number, prompt=prompt, max_tokens=max_tokens, sampling=sampling, priority=priority, client=client
+        )
         stream = self.streams[number] = Stream(request, self._clock())
         self.engine.add(request, stream.arrived)
         self.live += 1

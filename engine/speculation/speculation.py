@@ -77,6 +77,11 @@ class Speculation:
         """A step without prompt tokens, over `tokens` tokens with its drafts, took `ms`."""
         self._costs.observe(tokens, ms)
 
+    @property
+    def row_cost(self) -> float:
+        """How much longer a row more makes a step of one, as measured."""
+        return self._costs.ratio(1, 1) - 1
+
     def forget(self, sequence: int) -> None:
         self._drafter.forget(sequence)
         self._acceptance.forget(sequence)
