@@ -113,7 +113,7 @@ def test_it_says_where_it_is_when_asked_and_goes_on(worker: WorkerProcess, tiny:
     worker.send(Shutdown())
     assert worker.exit_status() == 0
     log = worker.log()
-    assert log.count("(most recent call first)") >= 2 and "_obey" in log, "all threads, by function"
+    assert log.count("(most recent call first)") >= 2 and "in _read" in log and "in main" in log, "all threads, by function"
 
 
 def test_it_ends_when_the_daemon_closes_the_socket(worker: WorkerProcess, tiny: tuple[TinyRand, WorkerConfig]) -> None:

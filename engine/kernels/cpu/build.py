@@ -38,6 +38,8 @@ FLAGS = (
 SANITIZERS = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g")
 COMPILERS = ("c++", "g++", "clang++")
 UNUSED_S = 7 * 86400
+# GCC otherwise loads everything a block of AVX2 code needs before it computes, into more registers than there are, and spills half.
+GCC_FLAGS = {"isa_avx2": ("-fno-tree-ter",)}
 ISA_FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
         "isa_avx2": ("-mavx2", "-mfma", "-mf16c", "-mbmi2"),
@@ -85,13 +87,19 @@ def units(machine: str | None = None) -> list[_Unit]:
     return found
 
 
+def _flags_of(unit: _Unit, version: str) -> tuple[str, ...]:
+    """`version`: what the compiler says of itself."""
+    gcc = "Free Software Foundation" in version
+    return (*unit.flags, *(GCC_FLAGS.get(unit.source.stem, ()) if gcc else ()))
+
+
 def fingerprint(command: Sequence[str], flags: Sequence[str]) -> str:
     """16 hex digits over sources, flags, compiler and machine."""
     digest = hashlib.sha256()
     for path in sorted(p for p in SOURCES.iterdir() if p.suffix in (".cpp", ".h", ".inl")):
         digest.update(f"{path.name}\0".encode() + path.read_bytes() + b"\0")
     version = _run([*command, "--version"])
-    digest.update("\0".join([*command, version, *flags, platform.machine(), str(ISA_FLAGS)]).encode())
+    digest.update("\0".join([*command, version, *flags, platform.machine(), str(ISA_FLAGS), str(GCC_FLAGS)]).encode())
     return digest.hexdigest()[:16]
 
 
@@ -104,10 +112,12 @@ def compile_library(target: Path, *, sanitize: bool = False, extra_flags: Sequen
     if command is None:
         raise BuildError("there is no C++ compiler (c++, g++ or clang++)")
     flags = (*FLAGS, *(SANITIZERS if sanitize else ()), *extra_flags)
+    version = _run([*command, "--version"])
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as folder:
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            objects = list(pool.map(lambda unit: _compile(command, flags, unit, Path(folder)), units()))
+            made = pool.map(lambda u: _compile(command, (*flags, *_flags_of(u, version)), u.source, Path(folder)), units())
+            objects = list(made)
         library = Path(folder) / NAME
         _run([*command, *flags, "-shared", "-o", str(library), *map(str, objects)])
         os.replace(library, target)
@@ -142,9 +152,9 @@ def _remove_unused(cache: Path) -> None:
             shutil.rmtree(library.parent, ignore_errors=True)
 
 
-def _compile(command: Sequence[str], flags: Sequence[str], unit: _Unit, folder: Path) -> Path:
-    out = folder / f"{unit.source.stem}.o"
-    _run([*command, *flags, *unit.flags, "-c", str(unit.source), "-o", str(out)])
+def _compile(command: Sequence[str], flags: Sequence[str], source: Path, folder: Path) -> Path:
+    out = folder / f"{source.stem}.o"
+    _run([*command, *flags, "-c", str(source), "-o", str(out)])
     return out
 
 

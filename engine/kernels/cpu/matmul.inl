@@ -65,31 +65,38 @@ static void loosen(const uint8_t* panel, size_t blocks, uint8_t* out) {
   }
 }
 
-// As panel_sums, from a panel that `loosen` made: the same numbers in the same order.
+// As panel_sums, from a panel that `loosen` made: the same numbers in the same order. Part after part of the rows goes over all
+// blocks, so that sums and products together fit the registers.
 template <uint32_t kKind, int M>
 static inline void loose_sums(const uint8_t* panel, const Activations& x, size_t t, V16 (&sums)[M]) {
   constexpr KindInfo kInfo = kKindInfo[kKind];
-  const int8_t* q[M];
-  for (int m = 0; m < M; ++m) {
-    q[m] = x.q + (t + m) * x.blocks * kBlockColumns;
-    sums[m] = splat(0.0f);
-  }
-  for (size_t b = 0; b < x.blocks; ++b, panel += kLooseBytes<kKind>) {
-    const float* floats = reinterpret_cast<const float*>(panel + kPanelRows * kBlockColumns);
-    for (int part = 0; part < kInfo.scales; ++part) {
-      V16i dots[M];
-      dot_small<M>(panel, part * 8 / kInfo.scales, (part + 1) * 8 / kInfo.scales, q, dots);
-      const V16 scale = load(floats + kPanelRows * part);
-      V16 minimum = splat(0.0f);
-      if constexpr (kInfo.minimums) minimum = load(floats + kPanelRows * (kInfo.scales + part));
-      for (int m = 0; m < M; ++m) {
-        const size_t at = (t + m) * x.blocks + b;
-        if constexpr (kInfo.offset != 0) dots[m] = add_i(dots[m], splat_i(-kInfo.offset * x.i[at]));
-        sums[m] = fma(to_float(dots[m]), mul(scale, splat(x.d[at])), sums[m]);
-        if constexpr (kInfo.minimums) sums[m] = fma(minimum, splat(kInfo.scales == 1 ? x.s[at] : x.s16[2 * at + part]), sums[m]);
-      }
+  constexpr int kLanes = int(kPanelRows) / kParts;
+  for (int rows = 0; rows < kParts; ++rows) {
+    const uint8_t* block = panel;
+    const int8_t* q[M];
+    Part of[M];
+    for (int m = 0; m < M; ++m) {
+      q[m] = x.q + (t + m) * x.blocks * kBlockColumns;
+      of[m] = splat_part(0.0f);
     }
-    for (int m = 0; m < M; ++m) q[m] += kBlockColumns;
+    for (size_t b = 0; b < x.blocks; ++b, block += kLooseBytes<kKind>) {
+      const float* floats = reinterpret_cast<const float*>(block + kPanelRows * kBlockColumns) + kLanes * rows;
+      for (int part = 0; part < kInfo.scales; ++part) {
+        PartI dots[M];
+        dot_small<M>(block, rows, part * 8 / kInfo.scales, (part + 1) * 8 / kInfo.scales, q, dots);
+        const Part scale = load_part(floats + kPanelRows * part);
+        Part minimum = splat_part(0.0f);
+        if constexpr (kInfo.minimums) minimum = load_part(floats + kPanelRows * (kInfo.scales + part));
+        for (int m = 0; m < M; ++m) {
+          const size_t at = (t + m) * x.blocks + b;
+          if constexpr (kInfo.offset != 0) dots[m] = add_i(dots[m], splat_part_i(-kInfo.offset * x.i[at]));
+          of[m] = fma(to_float(dots[m]), mul(scale, splat_part(x.d[at])), of[m]);
+          if constexpr (kInfo.minimums) of[m] = fma(minimum, splat_part(kInfo.scales == 1 ? x.s[at] : x.s16[2 * at + part]), of[m]);
+        }
+      }
+      for (int m = 0; m < M; ++m) q[m] += kBlockColumns;
+    }
+    for (int m = 0; m < M; ++m) set_part(sums[m], rows, of[m]);
   }
 }
 

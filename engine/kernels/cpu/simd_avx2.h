@@ -9,6 +9,19 @@ struct V16i {
   __m256i a, b;
 };
 
+// A panel's rows in parts whose sums fit the registers: lanes, and how many parts there are.
+using Part = __m256;
+using PartI = __m256i;
+constexpr int kParts = 2;
+static inline Part load_part(const float* p) { return _mm256_loadu_ps(p); }
+static inline Part splat_part(float x) { return _mm256_set1_ps(x); }
+static inline PartI splat_part_i(int32_t x) { return _mm256_set1_epi32(x); }
+static inline PartI add_i(PartI x, PartI y) { return _mm256_add_epi32(x, y); }
+static inline Part to_float(PartI x) { return _mm256_cvtepi32_ps(x); }
+static inline Part mul(Part x, Part y) { return _mm256_mul_ps(x, y); }
+static inline Part fma(Part x, Part y, Part z) { return _mm256_fmadd_ps(x, y, z); }
+static inline void set_part(V16& x, int part, Part y) { (part ? x.b : x.a) = y; }
+
 constexpr int kTokenTile = 4;   // tokens that share one unpacking of a panel
 constexpr int kScorePages = 1;  // pages of keys, and chunks of values, taken together: what the registers hold
 constexpr int kValueChunks = 1;
@@ -155,17 +168,15 @@ static inline void dot8(const uint8_t* block, int from, int to, const int8_t* co
   for (int m = 0; m < M; ++m) out[m].b = sums[m];
 }
 
-// As dot4, over stored numbers of at most 15 that lie a byte each, in dot8's layout.
+// Lanes 8 * part .. 8 * part + 7 of dot4, over stored numbers of at most 15 that lie a byte each, in dot8's layout.
 template <int M>
-static inline void dot_small(const uint8_t* block, int from, int to, const int8_t* const* x, V16i (&out)[M]) {
+static inline void dot_small(const uint8_t* block, int part, int from, int to, const int8_t* const* x, __m256i (&out)[M]) {
   const __m256i ones = _mm256_set1_epi16(1);
-  for (int half = 0; half < 2; ++half) {
-    __m256i pairs[M];
-    for (int m = 0; m < M; ++m) pairs[m] = _mm256_setzero_si256();
-    for (int j = from; j < to; ++j) {
-      const __m256i w = _mm256_loadu_si256((const __m256i*)(block + 64 * j + 32 * half));
-      for (int m = 0; m < M; ++m) pairs[m] = _mm256_add_epi16(pairs[m], _mm256_maddubs_epi16(w, four_of(x[m] + 4 * j)));
-    }
-    for (int m = 0; m < M; ++m) (half ? out[m].b : out[m].a) = _mm256_madd_epi16(pairs[m], ones);
+  __m256i pairs[M];
+  for (int m = 0; m < M; ++m) pairs[m] = _mm256_setzero_si256();
+  for (int j = from; j < to; ++j) {
+    const __m256i w = _mm256_loadu_si256((const __m256i*)(block + 64 * j + 32 * part));
+    for (int m = 0; m < M; ++m) pairs[m] = _mm256_add_epi16(pairs[m], _mm256_maddubs_epi16(w, four_of(x[m] + 4 * j)));
   }
+  for (int m = 0; m < M; ++m) out[m] = _mm256_madd_epi16(pairs[m], ones);
 }

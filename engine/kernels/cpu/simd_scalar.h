@@ -134,8 +134,17 @@ static inline void dot8(const uint8_t* block, int from, int to, const int8_t* co
   }
 }
 
+// A panel's rows in parts whose sums fit the registers: here all 16 lanes are one.
+using Part = V16;
+using PartI = V16i;
+constexpr int kParts = 1;
+static inline Part load_part(const float* p) { return load(p); }
+static inline Part splat_part(float x) { return splat(x); }
+static inline PartI splat_part_i(int32_t x) { return splat_i(x); }
+static inline void set_part(V16& x, int, Part y) { x = y; }
+
 // As dot4, over stored numbers of at most 15 that lie a byte each, in dot8's layout.
 template <int M>
-static inline void dot_small(const uint8_t* block, int from, int to, const int8_t* const* x, V16i (&out)[M]) {
+static inline void dot_small(const uint8_t* block, int, int from, int to, const int8_t* const* x, V16i (&out)[M]) {
   dot8<M>(block, from, to, x, out);
 }
