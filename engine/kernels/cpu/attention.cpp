@@ -172,7 +172,7 @@ Tile StepRun::path_tile(const KvPlane& plane, size_t token, size_t head, size_t 
     const size_t at = position - start;
     copy_slot(plane, head, place_of(pages, slot_of[t]), into, 0, {at / kPageTokens, at % kPageTokens});
   }
-  return {kInOrder, seen.low, seen.high};
+  return {kInOrder, seen.low, seen.high, nullptr};
 }
 
 void StepRun::attend_tiles(const Layer& layer, const KvPlane& plane, const AttentionTask& task, size_t head, Engine::Private& own) {
@@ -186,7 +186,8 @@ void StepRun::attend_tiles(const Layer& layer, const KvPlane& plane, const Atten
     for (size_t i = 0; i < task.tokens; ++i) {
       const size_t position = position_of[task.first_token + i], first = first_visible(position, window);
       if (position < start || first >= start + kTileTokens) continue;
-      const Tile seen{pages + tile * kTilePages, int(std::max(first, start) - start), int(std::min<size_t>(position + 1 - start, kTileTokens))};
+      const Tile seen{pages + tile * kTilePages, int(std::max(first, start) - start), int(std::min<size_t>(position + 1 - start, kTileTokens)),
+                      i == 0 && tile + 1 < task.end_tile ? pages + (tile + 1) * kTilePages : nullptr};
       const float* q = own.q + i * group * width;
       if (!straight[task.first_token + i] && position >= row.position + row.plain() && start + kTileTokens > row.position + row.plain()) {
         KvPlane path;

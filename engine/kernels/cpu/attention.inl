@@ -110,6 +110,11 @@ static inline void score_pages(const KvPlane& plane, size_t head, const Tile& ti
     const int page = tile.high > low && tile.low < low + kPageTokens ? first + p : in_use;
     keys[p] = page < 0 ? nullptr : reinterpret_cast<const Item*>(plane.k) + (size_t(tile.pages[page]) * plane.kv_heads + head) * d * kPageTokens;
   }
+  const Item* next[kScorePages];
+  for (int p = 0; p < kScorePages; ++p) {  // prefetching what is there already costs nothing
+    const int32_t page = tile.ahead ? tile.ahead[first + p] : -1;
+    next[p] = page < 0 ? keys[p] : reinterpret_cast<const Item*>(plane.k) + (size_t(page) * plane.kv_heads + head) * d * kPageTokens;
+  }
   V16 sums[kScorePages][G];
   for (int p = 0; p < kScorePages; ++p) {
     for (int g = 0; g < G; ++g) sums[p][g] = splat(0.0f);
@@ -117,7 +122,10 @@ static inline void score_pages(const KvPlane& plane, size_t head, const Tile& ti
   if (in_use >= 0) {
     for (size_t i = 0; i < d; ++i) {
       V16 k[kScorePages];
-      for (int p = 0; p < kScorePages; ++p) k[p] = Kv<kType>::take(keys[p] + i * kPageTokens);
+      for (int p = 0; p < kScorePages; ++p) {
+        k[p] = Kv<kType>::take(keys[p] + i * kPageTokens);
+        __builtin_prefetch(next[p] + i * kPageTokens);
+      }
       for (int g = 0; g < G; ++g) {
         const V16 value = splat(q[g * width + i]);
         for (int p = 0; p < kScorePages; ++p) sums[p][g] = fma(k[p], value, sums[p][g]);
@@ -163,7 +171,12 @@ static inline void mix(const KvPlane& plane, size_t head, const Tile& tile, cons
     const int page = t / kPageTokens, end = (page + 1) * kPageTokens < tile.high ? (page + 1) * kPageTokens : tile.high;
     const Item* values = reinterpret_cast<const Item*>(plane.v) +
                          ((size_t(tile.pages[page]) * plane.kv_heads + head) * kPageTokens + size_t(t % kPageTokens)) * width + at;
+    const int32_t ahead = tile.ahead && at == 0 ? tile.ahead[page] : -1;
+    const ptrdiff_t further = ahead < 0 ? 0 : (ptrdiff_t(ahead) - tile.pages[page]) * ptrdiff_t(plane.kv_heads * kPageTokens * width);
     for (; t < end; ++t, values += width) {
+      if (ahead >= 0) {
+        for (size_t i = 0; i < width; i += 64 / sizeof(Item)) __builtin_prefetch(values + further + i);
+      }
       V16 v[C];
       for (int c = 0; c < C; ++c) v[c] = Kv<kType>::take(values + 16 * c);
       for (int g = 0; g < G; ++g) {

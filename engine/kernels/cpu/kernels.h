@@ -65,6 +65,7 @@ struct KvPlane {
 struct Tile {
   const int32_t* pages = nullptr;  // kTilePages of them, those outside of low .. high unread
   int low = 0, high = 0;           // positions of the tile that are seen
+  const int32_t* ahead = nullptr;  // pages of the tile that comes next, -1: none; fetched into the cache meanwhile
 };
 
 // Running softmax of `group` query heads: best score, sum of weights, weighted values [group][padded D].
