@@ -205,9 +205,8 @@ static void attend_heads(const KvPlane& plane, size_t head, const Tile& tile, co
     }
   }
   size_t at = 0;
-  for (; at + 16 * kValueChunks <= width; at += 16 * kValueChunks) {
-    mix<kType, G, kValueChunks>(plane, head, tile, scores, at, out.values);
-  }
+  constexpr int kChunks = value_chunks(G);
+  for (; at + 16 * kChunks <= width; at += 16 * kChunks) mix<kType, G, kChunks>(plane, head, tile, scores, at, out.values);
   for (; at < width; at += 16) mix<kType, G, 1>(plane, head, tile, scores, at, out.values);
 }
 

@@ -24,7 +24,7 @@ static inline void set_part(V16& x, int part, Part y) { (part ? x.b : x.a) = y; 
 
 constexpr int kTokenTile = 4;   // tokens that share one unpacking of a panel
 constexpr int kScorePages = 1;  // pages of keys, and chunks of values, taken together: what the registers hold
-constexpr int kValueChunks = 1;
+constexpr int value_chunks(int heads) { return heads == 1 ? 4 : heads <= 3 ? 2 : 1; }
 constexpr int kDot8Bias = 128;  // dot8 gives the sum of (w - 128) x
 constexpr size_t kLooseTokens = 16;  // from so many on, 4-bit weights are given a byte each first
 

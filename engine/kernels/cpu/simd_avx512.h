@@ -11,7 +11,7 @@ struct V16i {
 
 constexpr int kTokenTile = 8;
 constexpr int kScorePages = 4;
-constexpr int kValueChunks = 4;
+constexpr int value_chunks(int) { return 4; }
 constexpr int kDot8Bias = 0;  // dot8 gives the sum of w x
 constexpr size_t kLooseTokens = SIZE_MAX;  // from so many on, 4-bit weights are given a byte each first
 

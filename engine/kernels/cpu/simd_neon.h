@@ -11,7 +11,7 @@ struct V16i {
 
 constexpr int kTokenTile = 4;  // 16 sums, the weights of a group and their activations are what 32 registers hold
 constexpr int kScorePages = 1;
-constexpr int kValueChunks = 1;
+constexpr int value_chunks(int) { return 1; }
 constexpr size_t kLooseTokens = SIZE_MAX;  // never: splitting nibbles is cheap beside four dot products
 constexpr int kDot8Bias = 128;  // dot8 gives the sum of (w - 128) x
 

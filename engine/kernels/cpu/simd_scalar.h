@@ -14,7 +14,7 @@ struct V16i {
 
 constexpr int kTokenTile = 4;
 constexpr int kScorePages = 1;
-constexpr int kValueChunks = 1;
+constexpr int value_chunks(int) { return 1; }
 constexpr int kDot8Bias = 0;
 constexpr size_t kLooseTokens = SIZE_MAX;  // from so many on, 4-bit weights are given a byte each first
 
