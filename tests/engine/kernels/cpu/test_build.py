@@ -114,3 +114,12 @@ def test_the_library_runs_what_this_machine_has() -> None:
 @pytest.mark.timeout(600)
 def test_the_sources_compile_without_a_warning(tmp_path: Path) -> None:
     build.compile_library(tmp_path / build.NAME, extra_flags=("-Werror",))
+
+
+def test_flags_that_only_gcc_knows_are_for_gcc() -> None:
+    (avx2,) = [unit for unit in build.units("x86_64") if unit.source.stem == "isa_avx2"]
+    gcc = "g++ (Debian) 12.2.0\nCopyright (C) 2022 Free Software Foundation, Inc."
+    assert build._flags_of(avx2, "Debian clang version 16.0.6") == avx2.flags
+    assert build._flags_of(avx2, gcc) == (*avx2.flags, *build.GCC_FLAGS["isa_avx2"])
+    others = [unit for unit in build.units("x86_64") if unit.source.stem not in build.GCC_FLAGS]
+    assert all(build._flags_of(unit, gcc) == unit.flags for unit in others)
