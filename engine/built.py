@@ -14,7 +14,7 @@ from engine.types import LoadedInfo, StepResult
 
 if TYPE_CHECKING:
     from engine.engine import Engine
-    from engine.speculation.speculation import Speculation
+    from engine.speculative.adaptive import Speculation
 
 
 class EngineFailure(CavectlError):

@@ -28,9 +28,9 @@ from engine.bench.timing import Spread, in_turn, spread
 from engine.built import EngineOptions
 from engine.errors import CavectlError, InvalidRequest
 from engine.runtime.load import DRAFT_LIMITS
-from engine.speculation.draft import DraftTree
-from engine.speculation.lookup import PromptLookup
-from engine.speculation.speculation import Speculation, Wish
+from engine.speculative.adaptive import Speculation, Wish
+from engine.speculative.prompt_lookup import PromptLookup
+from engine.speculative.tree import DraftTree
 from engine.types import SamplingParams
 
 PROMPTS = Path(__file__).with_name("speculation_prompts.json")

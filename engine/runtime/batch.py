@@ -2,7 +2,7 @@
 
 There is no prefill or decode phase. A row is "n new tokens of a sequence", starting at `position`; a prompt chunk, a decode, a
 prefix hit's remainder and a draft tree are all this one thing. After a tree the draws go on along it as long as what is drawn is a
-draft there (engine/speculation/walk.py); the keys and values of the drafts that were right then lie at their positions.
+draft there (engine/speculative/verify.py); the keys and values of the drafts that were right then lie at their positions.
 Pages hold PAGE_TOKENS tokens; logical token t of a sequence lives in slot t % PAGE_TOKENS of pages[group][t // PAGE_TOKENS]. A page
 of a state group is one sequence's whole recurrent state instead: pages[group] is that one number. It holds the state after
 `position` tokens (anything at position 0, where a state is zero by definition), and after the step the state after the row's last

@@ -27,9 +27,9 @@ from engine.runtime.batch import PAGE_TOKENS
 from engine.runtime.executor import Executor
 from engine.runtime.memory import MemoryPlan, Needs, plan_growth, plan_memory
 from engine.runtime.native_plan import unsupported
-from engine.speculation.draft import Limits
-from engine.speculation.lookup import PromptLookup
-from engine.speculation.speculation import Speculation
+from engine.speculative.adaptive import Speculation
+from engine.speculative.prompt_lookup import PromptLookup
+from engine.speculative.tree import Limits
 from engine.types import LoadedInfo, ModelInfo, WorkerConfig
 from engine.weights.source import WeightSource, open_source
 

@@ -24,7 +24,7 @@ from engine.models.decoder import AttentionBatch, Cache, Decoder, DeviceBatch, S
 from engine.models.spec import ModelSpec
 from engine.runtime.batch import FROM_PREVIOUS, NO_PAGE, PAGE_TOKENS, Row, RowOutput, StepInputs, StepOutputs
 from engine.runtime.sampler import SamplingState, sample
-from engine.speculation.walk import ROOT, walk
+from engine.speculative.verify import ROOT, walk
 from engine.types import TokenOutput
 
 ComputeDtype = Literal["float64", "float32", "bfloat16", "float16"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from engine.runtime.batch import FROM_PREVIOUS, Row, StepInputs
 from engine.scheduler.sequence import Sequence
-from engine.speculation.draft import DraftTree
+from engine.speculative.tree import DraftTree
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from engine.scheduler.plan import Plan, PlannedRow, row_of
 from engine.scheduler.policy import LOW, Policy, rank, seniority
 from engine.scheduler.queue import WaitingQueue
 from engine.scheduler.sequence import NO_SLOT, Sequence
-from engine.speculation.draft import DraftTree
-from engine.speculation.speculation import Speculation, Wish
+from engine.speculative.adaptive import Speculation, Wish
+from engine.speculative.tree import DraftTree
 
 LEADER_STALLS_S = 1.0  # nobody waits for a prefix whose computer has got nothing for so long
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine.speculation.acceptance import Acceptance
-from engine.speculation.cost import StepCosts
-from engine.speculation.draft import DraftTree, Limits
-from engine.speculation.speculation import LEAST_GAIN, PROBE_EVERY, Speculation, Wish
+from engine.speculative.acceptance import Acceptance
+from engine.speculative.adaptive import LEAST_GAIN, PROBE_EVERY, Speculation, Wish
+from engine.speculative.cost import StepCosts
+from engine.speculative.tree import DraftTree, Limits
 
 LIMITS = Limits(nodes=12, depth=12, branches=3)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from engine.speculation.draft import DraftTree
+from engine.speculative.tree import DraftTree
 
 _LEVELS = (3, 4, 6, 8, 12, 16, 24, 32)  # confidences from each on are taken together
 _PRIOR = (0.25, 0.35, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)  # before anything was tried, of each level

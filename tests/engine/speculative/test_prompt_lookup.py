@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from engine.speculation.draft import DraftTree, Limits
-from engine.speculation.lookup import LEAST_MATCH, PromptLookup
+from engine.speculative.prompt_lookup import LEAST_MATCH, PromptLookup
+from engine.speculative.tree import DraftTree, Limits
 
 MOST_MATCH = 32
 

@@ -1,4 +1,4 @@
-"""A tree of drafted tokens, and what proposes one.
+"""A tree of drafted tokens.
 
 Invariant of a tree: parents come before their children, no node has two children of the same token. A chain is a tree of width 1.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +51,3 @@ class Limits:
     nodes: int
     depth: int
     branches: int
-
-
-class Drafter(Protocol):
-    """Guesses for sequences, which it knows by number."""
-
-    name: str
-
-    def propose(self, sequence: int, tokens: Sequence[int], limits: Limits) -> DraftTree:
-        """What may follow `tokens`, which only ever grow. No nodes: it has no idea."""
-        ...
-
-    def forget(self, sequence: int) -> None:
-        """The sequence ended. Unknown ones are nothing to forget."""
-        ...

@@ -1,8 +1,8 @@
 """Decides what is drafted in a step: as much as pays, by what drafts were worth so far and what rows cost.
 
     expected tokens of the step / its expected time, over the tree's first n nodes: the best n, or none
-Not here: finding drafts (a Drafter), checking them (walk.py in an executor). Invariant: a sequence whose drafts do not pay costs no
-more than a node now and then, by which it is noticed when they begin to.
+Not here: finding drafts (a Drafter), checking them (verify.py, in an executor). Invariant: a sequence whose drafts do not pay
+costs no more than a node now and then, by which it is noticed when they begin to.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.speculation.acceptance import Acceptance
-from engine.speculation.cost import StepCosts
-from engine.speculation.draft import Drafter, DraftTree, Limits
+from engine.speculative.acceptance import Acceptance
+from engine.speculative.cost import StepCosts
+from engine.speculative.drafter import Drafter
+from engine.speculative.tree import DraftTree, Limits
 
 LEAST_GAIN = 1.02  # a plan that promises less is not followed
 PROBE_EVERY = 48  # steps of a sequence without a draft that are followed by one of a single node

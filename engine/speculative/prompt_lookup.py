@@ -9,13 +9,13 @@ import ctypes
 from collections.abc import Sequence
 
 from engine.kernels.cpu.lib import load
-from engine.speculation.draft import DraftTree, Limits
+from engine.speculative.tree import DraftTree, Limits
 
 LEAST_MATCH = 2
 
 
 class PromptLookup:
-    """Implements engine.speculation.draft.Drafter. Raises NativeUnavailable where there is no native library."""
+    """Implements engine.speculative.drafter.Drafter. Raises NativeUnavailable where there is no native library."""
 
     name = "lookup"
 

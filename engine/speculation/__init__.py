@@ -1,1 +1,0 @@
-"""Speculative decoding: guesses of what comes next, checked by the model many at a time. See speculation.py."""
