@@ -134,6 +134,7 @@ class Scheduler:
         self.cache.confirm(sequence.lease, sequence.computed, now)
         if row.draft:
             self.cache.shrink(sequence.lease, sequence.scheduled)
+            self.policy.charge(sequence.request.client, accepted, now)
 
     def observe(self, plan: Plan, ms: float) -> None:
         """A step as planned took `ms`."""
